@@ -1,16 +1,17 @@
-"""Makes docs/configuration.md from configs/default.py: `python docs/make_configuration.py`."""
+"""Makes docs/configuration.md from semrl_jax/settings: `python docs/make_configuration.py`."""
 
 import pathlib
 import re
 
 from configs.default import get_config
-from semrl_jax.settings.meanings import COPIES, meanings, unit
+from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.rules import flatten
 
+COPIES = {"evaluation.metric_options": "metrics"}  # sections with the fields of another one
 PAGE = pathlib.Path(__file__).with_name("configuration.md")
 HEAD = """# Settings
 
-This page is made from `configs/default.py` by `python docs/make_configuration.py`; a test checks
+This page is made from `semrl_jax/settings` by `python docs/make_configuration.py`; a test checks
 that it is current. Any field can be set from the command line, `--config.training.num_steps=10`, or
 in a config file that changes the default config, as those in `configs/` do. For a field with
 several values, repeat its flag. An unknown name is an error.
@@ -28,24 +29,27 @@ python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart 
 
 def page() -> str:
     """The text of the page."""
-    values, texts = flatten(get_config()), meanings()
+    values, known = flatten(get_config()), known_settings()
     sections: dict[str, list[str]] = {}
-    for field in sorted(values, key=list(texts).index):
+    for field in values:
         if not any(field.startswith(f"{copy}.") for copy in COPIES):
             sections.setdefault(field.rpartition(".")[0], []).append(field)
     parts = [HEAD]
     for section, fields in sections.items():
         parts.append(f"## {section or 'The whole run'}\n")
-        if texts.get(section):
-            parts.append(f"{_linked(texts[section])}\n")
+        if section and known[section].meaning:
+            parts.append(f"{_linked(known[section].meaning)}\n")
         parts.append("| Field | Default | Unit | Meaning |\n|---|---|---|---|")
         parts += [
-            f"| `{field}` | {_code(values[field])} | {unit(field)} | {_linked(texts[field])} |"
+            f"| `{field}` | {_code(values[field])} | {known[field].unit} | "
+            f"{_linked(known[field].meaning)} |"
             for field in fields
         ]
         parts.append("")
     for copy, original in COPIES.items():
-        parts.append(f"## {copy}\n\n{_linked(texts[copy])} The fields are those of `{original}`.\n")
+        parts.append(
+            f"## {copy}\n\n{_linked(known[copy].meaning)} The fields are those of `{original}`.\n"
+        )
     return "\n".join(parts).rstrip("\n") + "\n"
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from configs.default import get_config
-from semrl_jax.settings.meanings import meanings, unit
+from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
 
@@ -64,19 +64,22 @@ def origins(
 
 def explain(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """All fields by section: name, value, unit, origin; then the meaning, on its own lines."""
-    default, texts = flatten(get_config()), meanings()
+    default, known = flatten(get_config()), known_settings()
     lines: list[str] = []
     section = None
     for field in sorted(values, key=lambda field: (field.count(".") > 0, field)):
         if "." in field and section != field.partition(".")[0]:
             section = field.partition(".")[0]
-            lines += ["", ": ".join(filter(None, (section, texts.get(section))))]
+            lines += ["", ": ".join(filter(None, (section, known[section].meaning)))]
         origin = origins[field]
         if values[field] != default.get(field, values[field]):
             origin += f"; default {_shown(default[field])}"
-        amount = " ".join(filter(None, (_shown(values[field]), unit(field))))
+        unit = known[field].unit if field in known else ""
+        amount = " ".join(filter(None, (_shown(values[field]), unit)))
         lines.append(f"{field} = {amount}  [{origin}]")
-        meaning = texts.get(field) or "an option of the algorithm; see docs/algorithms.md"
+        meaning = "an option of the algorithm; see docs/algorithms.md"
+        if field in known:
+            meaning = known[field].meaning
         indent = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
         lines += textwrap.wrap(meaning, WIDTH, **indent)
     return "\n".join(lines)

@@ -31,9 +31,9 @@ from semrl_jax.data.rows import (
 )
 from semrl_jax.data.templates import chat_template_text, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
-from semrl_jax.settings.rules import one_of
 from semrl_jax.settings.sft import ROW_FORMATS, TOO_LONG
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import one_of
 
 ROLES = ("system", "user", "assistant")
 # Fields of a message that change what it means. Ignoring them would train on something else.

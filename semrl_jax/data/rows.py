@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from semrl_jax.data.files import Row, RowError
-from semrl_jax.settings.rules import one_of
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import one_of
 
 ROW_FORMATS = ("question_answer", "simplerl")
 DATA_SOURCE_FIELD = "data_source"

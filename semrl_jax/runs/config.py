@@ -6,8 +6,6 @@ only for the last checks, which import modules that a user names.
 
 from __future__ import annotations
 
-import importlib
-import math
 from collections.abc import Sequence
 
 import ml_collections
@@ -25,43 +23,18 @@ from semrl_jax.metrics.names import (
 )
 from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompt_sources import evaluation_files
-from semrl_jax.settings import moved
 from semrl_jax.settings.algorithms import importance_options
+from semrl_jax.settings.config import check_sections
 from semrl_jax.settings.data import check_training as check_prompts
 from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.settings.rewards import VERIFIERS, reward_functions, split_functions
 from semrl_jax.settings.rollout import check_quantization, num_parts
 from semrl_jax.settings.rollout import check_training as check_responses
-from semrl_jax.settings.rules import at_most, divides, flatten
+from semrl_jax.settings.rules import divides
 from semrl_jax.shaping import ShapingOptions
 from semrl_jax.support.choices import TOKEN_INDICATORS
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
-
-# Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
-SECTIONS = (
-    "distributed", "model", "data", "rollout", "hidden_states", "metrics", "shaping", "algorithms",
-    "critic", "lora", "rewards", "warm_start", "sft", "optimizer", "training", "evaluation",
-    "checkpoints",
-    "logging", "profile",
-)  # fmt: skip
-
-
-def check_sections(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first wrong field; each section is checked alone."""
-    for field, value in flatten(config).items():
-        if place := moved.new_places(field):
-            raise UserError(f"the config sets a field of an earlier version: {place}.")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{field}={value} must be a finite number.")
-        limit = 2**63 if field == "seed" else 2**31  # above, clocks and arrays overflow
-        if isinstance(value, int | float) and abs(value) >= limit:
-            raise UserError(f"{field}={value} must be below 2^{limit.bit_length() - 1}.")
-    if config.seed < 0:
-        raise UserError(f"seed={config.seed} must be at least 0.")
-    at_most("seed", config.seed, 2**32 - 1)
-    for name in SECTIONS:
-        importlib.import_module(f"semrl_jax.settings.{name}").check(config[name])
 
 
 def validate(config: ml_collections.ConfigDict) -> None:

@@ -20,60 +20,13 @@ from configs.default import get_config
 from semrl_jax.cluster import find_place
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.moved import REMOVED, with_present_names
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import jsonable, read_json_object, remove, through_no_link, write_json
 from semrl_jax.support.run_directory import START
 
-# Settings that may change when a run is resumed. The others determine its results.
-MAY_DIFFER = (
-    "training.num_steps",
-    "training.grace_s",
-    "training.export",
-    "rollout.addresses",
-    "rollout.addresses_file",
-    "rollout.vllm_",
-    "rollout.token_file",
-    "rollout.tls_ca_file",
-    "rollout.connect_timeout_s",
-    "rollout.call_timeout_s",
-    "rollout.sync_wait_s",
-    "rollout.stall_timeout_s",
-    # A run that ended with too few groups may continue with more rounds, or without the rule.
-    "algorithms.batch_rules.max_sampling_rounds",
-    "data.files",  # paths may change: `check_inputs` compares the contents
-    "data.add_special_tokens",  # without effect for many tokenizers: compared as the contents
-    "sft.add_special_tokens",
-    "data.template",  # likewise: "auto" is another name
-    "sft.template",
-    "sft.files",  # as data.files
-    "sft.evaluation_files",
-    "sft.evaluation_every_steps",
-    "evaluation.",
-    "checkpoints.",
-    "logging.",
-    "profile.",
-    "distributed.",
-    "mesh.",
-    # The following change results only by rounding.
-    "rollout.groups_per_call",
-    "rollout.jax_tensor_parallelism",
-    "rollout.jax_data_parallelism",
-    "rewards.num_workers",
-    "metrics.num_threads",
-    "training.micro_batch_size",
-    "training.micro_batch_tokens",
-    "training.offload",
-    "training.pack_sequences",
-    "training.balance_lengths",
-    "sft.micro_batch_size",
-    "sft.micro_batch_tokens",
-    "sft.pack_sequences",
-    "sft.balance_lengths",
-    "model.attention",
-    "model.remat",
-)
 # These decide which arrays a checkpoint holds. A run from before they existed keeps their default.
 IN_CHECKPOINTS = ("rollout.max_staleness", "lora.rank")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
@@ -367,13 +320,13 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
     named = old.keys()
     # A setting that is newer than the run had its default, and may have any other value now.
     old = _defaults(old) | old
-    changed = []
+    changed, known = [], known_settings()
     for field in sorted(old.keys() | new.keys()):
         if old.get(field) == new.get(field):
             continue
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
         was_set = field in named or field in IN_CHECKPOINTS
-        if was_set and not field.startswith(MAY_DIFFER):
+        if was_set and not (field in known and known[field].may_change):
             way = "restore the setting"
             if field in REMOVED:
                 way = (

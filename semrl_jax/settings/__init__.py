@@ -1,6 +1,6 @@
-"""The checks of a configuration: one module per section, with the name of the section.
+"""The settings of the config files: one module per section, with the name of the section.
 
-Each module has `check(section)`. It raises UserError for the first field that is wrong, in one
-line: field, value, rule, way out. It reads only its own section; `runs.config` checks conditions
-between sections. Nothing here loads JAX, so that a wrong setting is refused at once.
+A field of a section's dataclass has its default, meaning, unit, rules and whether a resumed run may
+change it. `check(section)`, if the module has one, raises UserError for what one field alone cannot
+say, in one line: field, value, rule, way out. `runs.config` checks conditions between sections.
 """

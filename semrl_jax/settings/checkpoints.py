@@ -1,15 +1,29 @@
-"""Checks of `config.checkpoints`."""
+"""Settings of `config.checkpoints`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are
+import dataclasses
+
+from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """`config.checkpoints`."""
+
+    every_steps: int = setting(40, "steps between two checkpoints", above=0)
+    keep: int = setting(2, "the newest ones stay", "checkpoints", above=0)
+    keep_every: int = setting(
+        0, "Checkpoints of multiples of this step are never removed; 0: none", "steps", at_least=0
+    )
+    extra_steps: tuple[int, ...] = setting(
+        (), "Steps with a checkpoint of their own, which is never removed", items=int
+    )
 
 
 def check(checkpoints: Section) -> None:
-    above_zero("checkpoints", checkpoints, "every_steps", "keep")
-    at_least_zero("checkpoints", checkpoints, "keep_every")
-    items_are(int, "checkpoints", checkpoints, "extra_steps")
     for step in checkpoints["extra_steps"]:
         if step < 1:
             raise UserError(f"checkpoints.extra_steps has {step}; steps count from 1.")

@@ -1,20 +1,79 @@
-"""Checks of `config.data`."""
+"""Settings of `config.data`."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from semrl_jax.data.procedural import sources
 from semrl_jax.data.rows import check_row_format
-from semrl_jax.settings.rules import Section, above_zero, items_are, one_of
+from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import setting
 
 TASKS = ("arithmetic", "files", "reasoning_gym")
 
 
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """`config.data`."""
+
+    task: str = setting(
+        "arithmetic",
+        "arithmetic: the built-in generator; files: those of data.files; reasoning_gym: "
+        "procedural sets",
+        choices=TASKS,
+    )
+    num_prompts: int = setting(4096, "training prompts from a generator", "prompts", above=0)
+    reasoning_gym: tuple[str, ...] = setting(
+        (),
+        "Data sets of the package reasoning-gym, NAME or NAME:option=value:weight=2; docs/data.md",
+        items=str,
+    )
+    prompts_per_step: int = setting(
+        48,
+        "Prompts of one training step, each with rollout.group_size responses",
+        "prompts",
+        above=0,
+    )
+    # A resumed run may have other paths: `check_inputs` compares the contents.
+    files: tuple[str, ...] = setting(
+        (),
+        "training prompts, .jsonl and .parquet, repeat the flag; docs/data.md",
+        items=str,
+        may_change=True,
+    )
+    row_format: str = setting("question_answer", "rows of the files: question_answer or simplerl")
+    question_fields: tuple[str, ...] = setting(
+        ("question",),
+        "Fields of a row that make the question; several are joined by a space",
+        items=str,
+    )
+    answer_field: str = setting("answer", "field of a row with the reference answer")
+    answer_after: str = setting(
+        "", "The answer is the text after this mark, #### in GSM8K; empty: all"
+    )
+    # "auto" is another name of the template, so the prompts are compared instead.
+    template: str = setting(
+        "auto",
+        "Template of a prompt: auto (the tokenizer's chat template, else plain), plain, "
+        "abel, ..., chat, a text with {input}, or its file",
+        may_change=True,
+    )
+    system_prompt: str = setting("", "system prompt for the template chat")
+    # Without effect for many tokenizers, so a resumed run compares the prompts instead.
+    add_special_tokens: bool = setting(
+        True,
+        "Before a prompt: the special tokens that the tokenizer adds by default, such as "
+        "BOS. A chat template writes its own. docs/data.md",
+        may_change=True,
+    )
+    skip_bad_rows: bool = setting(
+        False, "True: count and skip rows that cannot be used instead of stopping"
+    )
+
+
 def check(data: Section) -> None:
-    above_zero("data", data, "prompts_per_step", "num_prompts")
-    one_of("data.task", data["task"], TASKS)
     check_row_format(data["row_format"])
-    items_are(str, "data", data, "files", "question_fields", "reasoning_gym")
     sources(data["reasoning_gym"])
 
 

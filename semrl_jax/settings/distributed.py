@@ -1,11 +1,21 @@
-"""Checks of `config.distributed`; `cluster.environment` checks what it joins to a cluster."""
+"""Settings of `config.distributed`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, above_zero
+import dataclasses
+
+from semrl_jax.support.fields import setting
 
 
-def check(distributed: Section) -> None:
-    above_zero(
-        "distributed", distributed, "connect_timeout_s", "heartbeat_timeout_s", "phase_timeout_s"
+@dataclasses.dataclass(frozen=True)
+class Distributed:
+    """`config.distributed`."""
+
+    coordinator: str = setting("", "host:port of process 0; empty: from the cluster")
+    num_processes: int = setting(0, "0: from the cluster; 1: this process alone", "processes")
+    process_id: int = setting(-1, "-1: from the cluster")
+    connect_timeout_s: float = setting(300.0, "for all processes to arrive", above=0)
+    heartbeat_timeout_s: float = setting(60.0, "after this silence, a process is lost", above=0)
+    phase_timeout_s: float = setting(
+        10800.0, "for one phase; above rollout.call_timeout_s", above=0
     )

@@ -1,24 +1,114 @@
-"""Checks of `config.evaluation`; `evaluation.entries` checks the settings of each benchmark."""
+"""Settings of `config.evaluation`; `evaluation.entries` checks those of each benchmark."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from semrl_jax.data.rows import check_row_format
 from semrl_jax.settings import metrics
 from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rollout import MIN_TEMPERATURE, check_stop_strings
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are
+from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import fields_of, follows, section, setting
+
+OF_TRAINING = ("of_groups", "drift_every", "probes")  # settings of metrics that evaluations lack
+MetricOptions = dataclasses.make_dataclass(
+    "MetricOptions",
+    [
+        (field.name, field.type, follows(f"metrics.{field.name}", known.meaning, unit=known.unit))
+        for field, known, _ in fields_of(metrics.Metrics)
+        if field.name not in OF_TRAINING
+    ],
+    frozen=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """`config.evaluation`."""
+
+    every_steps: int = setting(
+        10, "also before the first and after the last update; 0: never", at_least=0
+    )
+    num_problems: int = setting(512, "at most, per held-out set or file", "problems", above=0)
+    files: tuple[str, ...] = setting(
+        (),
+        "Used with data.task=files; each file is a benchmark with its own name. FILE, or "
+        "FILE:setting=value:... to set a field below, num_problems or name for this file;"
+        " docs/data.md",
+        items=str,
+    )
+    scores: tuple[str, ...] = setting(
+        ("greedy",), 'names of docs/evaluation.md, or "my_package.module"', items=str
+    )
+    held_out: bool = setting(True, "Whether held-out problems of the task or files are evaluated")
+    benchmarks: tuple[str, ...] = setting(
+        (),
+        'A name or group such as gsm8k or tiny, FILE.jsonl, or "my_package.module", each '
+        "with :setting=value:... for names and files; docs/data.md",
+        items=str,
+    )
+    data_dir: str = setting("data/benchmarks", "where the files of named benchmarks are")
+    shots: int = setting(
+        0, "examples before each question, the first ones of shots_file", at_least=0
+    )
+    shots_file: str = setting(
+        "", "File of the examples: .jsonl or .parquet, with question and answer (or response)"
+    )
+    n: int = setting(
+        1,
+        "Responses per problem, for scores such as pass_at_k. The score greedy always "
+        "samples one response at temperature 0.",
+        "responses",
+    )
+    temperature: float = setting(
+        0.0, "Temperature of the sampling for scores other than greedy; 0 is greedy"
+    )
+    top_p: float = setting(1.0, "as rollout.top_p, for these scores", within="(0, 1]")
+    top_k: int = setting(0, "as rollout.top_k, for these scores")
+    k: tuple[int, ...] = setting(
+        (1,), "values of k in pass@k, maj@k and best@k; at most n", items=int
+    )
+    responses_per_call: int = setting(
+        1024,
+        "Responses of one call of launch.evaluate. An interrupted evaluation repeats the "
+        "last call.",
+        "responses",
+        above=0,
+    )
+    reward_model: str = setting(
+        "", "Sequence classifier for best@k of launch.evaluate: Hugging Face directory or hub id."
+    )
+    verifier: str = setting(
+        "",
+        "Verifier of all held-out problems, named as in rewards.function. Empty: the "
+        'verifier "benchmark" for named benchmarks, and the verifier of the rewards for '
+        "other problems.",
+    )
+    metrics: bool = setting(False, "True: measure hidden states of evaluated responses too")
+    row_format: str = follows(
+        "data.row_format", "Rows of held-out files; follows data.row_format unless set"
+    )
+    question_fields: tuple[str, ...] = follows(
+        "data.question_fields", "Follows data.question_fields unless set", items=str
+    )
+    answer_field: str = follows("data.answer_field", "Follows data.answer_field unless set")
+    answer_after: str = follows("data.answer_after", "Follows data.answer_after unless set")
+    template: str = follows("data.template", "Follows data.template unless set")
+    stop_strings: tuple[str, ...] = follows(
+        "rollout.stop_strings", "Follows rollout.stop_strings unless set", items=str
+    )
+    metric_options: MetricOptions = section(
+        MetricOptions,
+        "Options of evaluation.metrics. Each field follows the field of config.metrics unless set.",
+    )
 
 
 def check(evaluation: Section) -> None:
-    above_zero("evaluation", evaluation, "num_problems", "responses_per_call")
-    at_least_zero("evaluation", evaluation, "every_steps", "shots")
     check_row_format(evaluation["row_format"], "evaluation.")
     check_stop_strings("evaluation", evaluation)
-    items_are(str, "evaluation", evaluation, "files", "question_fields", "scores", "benchmarks")
-    items_are(int, "evaluation", evaluation, "k")
     check_sampling(evaluation, most=most_responses(evaluation))
     if evaluation["verifier"]:
         check_function("evaluation.verifier", evaluation["verifier"])

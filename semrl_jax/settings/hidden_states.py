@@ -1,11 +1,26 @@
-"""Checks of `config.hidden_states`."""
+"""Settings of `config.hidden_states`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, at_least_zero, one_of
+import dataclasses
+
+from semrl_jax.support.fields import setting
 
 
-def check(hidden_states: Section) -> None:
-    one_of("hidden_states.source", hidden_states["source"], ("rollout", "policy", "none"))
-    one_of("hidden_states.dtype", hidden_states["dtype"], ("bfloat16", "float32"))
-    at_least_zero("hidden_states", hidden_states, "compare_every")
+@dataclasses.dataclass(frozen=True)
+class HiddenStates:
+    """`config.hidden_states`."""
+
+    source: str = setting(
+        "rollout",
+        "Who computes the states that are measured: rollout, policy or none",
+        choices=("rollout", "policy", "none"),
+    )
+    dtype: str = setting(
+        "bfloat16",
+        "dtype of states on the wire: bfloat16 or float32",
+        choices=("bfloat16", "float32"),
+    )
+    compare_every: int = setting(
+        0, "how often both sources are compared; 0: never", "steps", at_least=0
+    )

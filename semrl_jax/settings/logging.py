@@ -1,9 +1,32 @@
-"""Checks of `config.logging`."""
+"""Settings of `config.logging`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, at_least_zero
+import dataclasses
+
+from semrl_jax.support.fields import setting
 
 
-def check(logging: Section) -> None:
-    at_least_zero("logging", logging, "rollouts_every_steps", "plot_every_steps")
+@dataclasses.dataclass(frozen=True)
+class Logging:
+    """`config.logging`."""
+
+    rollouts_every_steps: int = setting(
+        10,
+        "Steps between two whose responses are recorded, in addition to the last step and"
+        " every evaluation. 0: no response is recorded.",
+        at_least=0,
+    )
+    plot_every_steps: int = setting(
+        10,
+        "Steps between two drawings of the report; 0: only at the end, also after a failure",
+        at_least=0,
+    )
+    wandb: str = setting(
+        "",
+        "Project of Weights & Biases that gets the rows too; empty: none. Needs `pip "
+        "install wandb`",
+    )
+    trackio: str = setting(
+        "", "Project of Trackio that gets the rows too; empty: none. Needs `pip install trackio`"
+    )

@@ -1,17 +1,44 @@
-"""Checks of `config.lora`."""
+"""Settings of `config.lora`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are, one_of
+import dataclasses
+
+from semrl_jax.settings.rules import Section
 from semrl_jax.support.choices import DTYPES
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """`config.lora`."""
+
+    rank: int = setting(
+        0, "rank of the adapters; 0: no adapters, all parameters are trained", at_least=0
+    )
+    alpha: float = setting(
+        32.0, "the product of an adapter's matrices is scaled by alpha / rank", above=0
+    )
+    rank_stabilized: bool = setting(False, "True: scaled by alpha / sqrt(rank)")
+    targets: tuple[str, ...] = setting(
+        ("all-linear",),
+        "Modules of every layer that get adapters: q_proj, ..., patterns such as *_proj, "
+        "or all-linear; repeat the flag",
+        items=str,
+    )
+    base_dtype: str = setting(
+        "float32",
+        "Dtype of the frozen base, which is also the reference: float32, or bfloat16 for "
+        "half the memory",
+        choices=DTYPES,
+    )
+    path: str = setting(
+        "", "Directory in PEFT's format with the adapter to start from; empty: a new adapter"
+    )
 
 
 def check(lora: Section) -> None:
-    at_least_zero("lora", lora, "rank")
-    above_zero("lora", lora, "alpha")
-    items_are(str, "lora", lora, "targets")
-    one_of("lora.base_dtype", lora["base_dtype"], DTYPES)
     if lora["rank"] and not lora["targets"]:
         raise UserError(
             "lora.targets=() names no module; set it to ('all-linear',), or lora.rank=0 to train "

@@ -1,6 +1,8 @@
-"""Checks of `config.metrics`, and of `config.evaluation.metric_options`."""
+"""Settings of `config.metrics`, whose checks `config.evaluation.metric_options` has too."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from semrl_jax.metrics.names import (
     FINAL_LAYER,
@@ -10,37 +12,85 @@ from semrl_jax.metrics.names import (
     WINDOWS,
     check_metrics,
 )
-from semrl_jax.settings.rules import (
-    Section,
-    above_zero,
-    at_least_zero,
-    at_most,
-    items_are,
-    one_of,
-)
+from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import check_fields, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """`config.metrics`."""
+
+    stride: int = setting(
+        40,
+        "Tokens between two measured prefixes of a response; ERA needs 3 strides",
+        "tokens",
+        above=0,
+    )
+    dataset_stride: int = setting(
+        20,
+        "Responses between two measured prefixes of a batch; 0: not measured",
+        "responses",
+        at_least=0,
+    )
+    window: str = setting(
+        "exact",
+        "Which prefixes velocity and acceleration compare: exact, release or later",
+        choices=WINDOWS,
+    )
+    method: str = setting(
+        "gram", "decomposition: gram, or svd, which is slower and has 5 digits", choices=METHODS
+    )
+    names: tuple[str, ...] = setting(
+        ("effective_rank",),
+        "Metrics of a response's hidden states: built in, or of your own; docs/extending.md.",
+    )
+    of_groups: tuple[str, ...] = setting(
+        (),
+        "Metrics of the mean states of each group: elliptical_novelty, log_determinant, "
+        "lidar; docs/metrics.md.",
+        each=GROUP_METRICS,
+    )
+    drift_every: int = setting(
+        0,
+        "How often the final states of policy and reference are compared; 0: never. A "
+        "comparison takes a forward pass of both models.",
+        "steps",
+        at_least=0,
+    )
+    probes: tuple[str, ...] = setting(
+        (), "Your own numbers for the log: modules, repeat the flag; docs/extending.md", items=str
+    )
+    layers: tuple[int, ...] = setting(
+        (-1,),
+        "Whose hidden states are measured; -1: the final layer; i: the input of layer i",
+        items=int,
+    )
+    placement: str = setting(
+        "trainer",
+        "Where it is measured: trainer, or rollout, on the replica, which then sends no states",
+        choices=("trainer", "rollout"),
+    )
+    num_threads: int = setting(
+        1, "host threads that measure", "threads", above=0, at_most=1024, may_change=True
+    )
+    device_batch: int = setting(
+        0,
+        "0: on the host, in num_threads threads. N: N responses at a time on the accelerator.",
+        "responses",
+        at_least=0,
+    )
 
 
 def check(metrics: Section, name: str = "metrics") -> None:
-    above_zero(name, metrics, "stride", "num_threads")
-    at_most(f"{name}.num_threads", metrics["num_threads"], 1024)
-    at_least_zero(name, metrics, "dataset_stride", "device_batch")
-    one_of(f"{name}.placement", metrics["placement"], ("trainer", "rollout"))
-    one_of(f"{name}.window", metrics["window"], WINDOWS)
-    one_of(f"{name}.method", metrics["method"], METHODS)
+    check_fields(name, metrics, Metrics)
     check_metrics(f"{name}.names", metrics["names"])
-    if "of_groups" in metrics:  # evaluations have none of these
-        at_least_zero(name, metrics, "drift_every")
-        items_are(str, name, metrics, "probes")
-        for group_metric in metrics["of_groups"]:
-            one_of(f"{name}.of_groups", group_metric, GROUP_METRICS)
     _check_layers(metrics, name)
     if metrics["placement"] == "rollout":
         _check_rollout(metrics, name)
 
 
 def _check_layers(metrics: Section, name: str) -> None:
-    items_are(int, name, metrics, "layers")
     layers = tuple(metrics["layers"])
     if FINAL_LAYER not in layers or min(layers) < FINAL_LAYER or len(set(layers)) < len(layers):
         raise UserError(

@@ -1,19 +1,69 @@
-"""Checks of `config.model`."""
+"""Settings of `config.model`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, above_zero, divides, one_of
+import dataclasses
+
+from semrl_jax.settings.rules import Section, divides
 from semrl_jax.support.choices import ATTENTION_KERNELS, DTYPES, REMAT_POLICIES
+from semrl_jax.support.fields import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """`config.model`."""
+
+    path: str = setting(
+        "",
+        "Hugging Face directory or hub id; or a run or one of its checkpoints, whose "
+        "weights are copied to WORKDIR/start. Empty: a random model",
+    )
+    family: str = setting(
+        "",
+        'A family of semrl_jax/models/families, or "my_package.my_module" with your own; '
+        "empty: by the model_type of its config.json, and qwen2 for a random model.",
+    )
+    compute_dtype: str = setting(
+        "float32", "Dtype of activations: float32 or bfloat16", choices=DTYPES
+    )
+    param_dtype: str = setting(
+        "float32",
+        "Dtype of the trained parameters: float32, or bfloat16 with float32 copies in the"
+        " optimiser (docs/memory.md)",
+        choices=DTYPES,
+    )
+    reference_dtype: str = setting(
+        "float32",
+        "Dtype of the reference: float32, or bfloat16, which takes half the memory",
+        choices=DTYPES,
+    )
+    remat: str = setting(
+        "dots",
+        "What the backward pass recomputes: none, dots (all but the products, which saves"
+        " memory and its traffic) or full.",
+        choices=REMAT_POLICIES,
+        may_change=True,
+    )
+    attention: str = setting(
+        "auto",
+        "Attention of whole sequences: xla; splash, a fused kernel for TPUs; triton, one "
+        "for GPUs; or auto: splash on TPUs if it supports the model and the mesh, and xla"
+        " elsewhere.",
+        choices=ATTENTION_KERNELS,
+        may_change=True,
+    )
+    hidden_size: int = setting(
+        128, "Width of a random model; like the other sizes not read with model.path", above=0
+    )
+    intermediate_size: int = setting(256, "width of the feed-forward layers of a random model")
+    num_layers: int = setting(3, "layers of a random model")
+    num_heads: int = setting(4, "query heads of a random model; they divide hidden_size", above=0)
+    num_kv_heads: int = setting(2, "key and value heads of a random model; they divide num_heads")
+    tie_embeddings: bool = setting(
+        True, "Whether input and output of a random model share one matrix"
+    )
 
 
 def check(model: Section) -> None:
-    one_of("model.compute_dtype", model["compute_dtype"], DTYPES)
-    one_of("model.param_dtype", model["param_dtype"], DTYPES)
-    one_of("model.reference_dtype", model["reference_dtype"], DTYPES)
-    one_of("model.attention", model["attention"], ATTENTION_KERNELS)
-    one_of("model.remat", model["remat"], REMAT_POLICIES)
-    if model["path"]:
-        return
-    # `DecoderConfig` checks the sizes.
-    above_zero("model", model, "num_heads", "hidden_size")
-    divides("model.num_heads", model["num_heads"], "model.hidden_size", model["hidden_size"])
+    if not model["path"]:  # `DecoderConfig` checks the sizes
+        divides("model.num_heads", model["num_heads"], "model.hidden_size", model["hidden_size"])

@@ -1,10 +1,26 @@
-"""Checks of `config.optimizer`. Each optimiser checks its options when it is loaded."""
+"""Settings of `config.optimizer`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, one_of
+import dataclasses
+
 from semrl_jax.support.choices import DTYPES
+from semrl_jax.support.fields import section, setting
 
 
-def check(optimizer: Section) -> None:
-    one_of("optimizer.first_moment_dtype", optimizer["first_moment_dtype"], DTYPES)
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """`config.optimizer`."""
+
+    name: str = setting(
+        "adamw",
+        'adamw or adafactor, or "my_package.my_module" with one of your own, docs/extending.md',
+    )
+    options: dict = section(dict, "options without a field below")
+    first_moment_dtype: str = setting(
+        "float32",
+        "adamw, adafactor: dtype of the mean of gradients: float32 or bfloat16",
+        choices=DTYPES,
+    )
+    momentum: float = setting(0.0, "adafactor: decay of the mean of its steps; 0: none")
+    decay_exponent: float = setting(0.8, "adafactor: of the decay of the mean of squares")

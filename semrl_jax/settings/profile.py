@@ -1,11 +1,24 @@
-"""Checks of `config.profile`."""
+"""Settings of `config.profile`."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """`config.profile`."""
+
+    steps: str = setting(
+        "",
+        "Steps of which a JAX profile is written to WORKDIR/profile: 3:6 for the steps 3,"
+        " 4 and 5. Empty: none. docs/performance.md",
+    )
 
 
 def check(profile: Section) -> None:

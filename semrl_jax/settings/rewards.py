@@ -1,22 +1,16 @@
-"""Checks of `config.rewards`; `VerifierPool` calls them too."""
+"""Settings of `config.rewards`; `VerifierPool` checks them too."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from semrl_jax.settings.rules import (
-    Section,
-    above_zero,
-    at_least_zero,
-    at_most,
-    items_are,
-    one_of,
-    split_entry,
-)
+from semrl_jax.settings.rules import Section, split_entry
 from semrl_jax.support.choices import DTYPES
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import check_fields, section, setting
 from semrl_jax.support.modules import module_names
 
 VERIFIERS = "semrl_jax.rewards.verifiers"
@@ -25,6 +19,53 @@ MAX_SCORE = 1e9  # sums of squares of rewards, and of gradients that they scale,
 FUNCTION_SETTINGS = ("weight", "name")  # that an entry of rewards.functions may have
 MODEL = "model"  # the entry of rewards.functions that stands for rewards.model
 TAKEN_NAMES = ("shaped",)  # the log has reward/shaped/mean of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModel:
+    """`config.rewards.model`."""
+
+    path: str = setting("", "Hugging Face directory or hub id of a sequence classifier")
+    dtype: str = setting(
+        "float32", "float32, or bfloat16, which takes half the memory", choices=DTYPES
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+    """`config.rewards`."""
+
+    function: str = setting(
+        "",
+        'A built-in verifier, or "package.module:name" of your own; empty: math. docs/verifiers.md',
+    )
+    functions: tuple[str, ...] = setting(
+        (),
+        "Several functions, summed: FUNCTION, or FUNCTION:weight=0.5:name=NAME; repeat "
+        'the flag. The entry "model" is the score of rewards.model. Without another '
+        "entry, rewards.function only tells which responses are correct.",
+        items=str,
+    )
+    model: RewardModel = section(RewardModel)
+    failure_score: float = setting(
+        0.0, "score if your function raises, hangs or returns no verdict"
+    )
+    memory_limit_gib: float = setting(
+        2.0, "limit of one worker; 0: no limit", at_least=0, at_most=2**20
+    )
+    mode: str = setting(
+        "independent", "correctness and the box count; mix: only correctness", choices=MODES
+    )
+    unboxed_penalty: float = setting(
+        -1.0, "Score of wrong and unboxed responses, in independent mode"
+    )
+    timeout_s: float = setting(10.0, "limit of one call of a verifier", above=0, at_most=2**31)
+    num_workers: int = setting(
+        2, "processes that run verifiers", "processes", above=0, at_most=1024, may_change=True
+    )
+    shuffle: bool = setting(
+        False, "True: permute rewards over the batch, a control that must not learn"
+    )
 
 
 class RewardFunction(NamedTuple):
@@ -46,7 +87,6 @@ class RewardFunction(NamedTuple):
 def check(rewards: Section) -> None:
     check_verifiers(rewards)
     model = rewards["model"]
-    one_of("rewards.model.dtype", model["dtype"], DTYPES)
     _, function = split_functions(reward_functions(rewards["functions"]))
     if function and not model["path"]:
         raise UserError(
@@ -62,12 +102,7 @@ def check(rewards: Section) -> None:
 
 def check_verifiers(rewards: Section) -> None:
     """Everything but the reward model."""
-    above_zero("rewards", rewards, "timeout_s", "num_workers")
-    at_most("rewards.timeout_s", rewards["timeout_s"], 2**31)
-    at_most("rewards.num_workers", rewards["num_workers"], 1024)
-    at_least_zero("rewards", rewards, "memory_limit_gib")
-    at_most("rewards.memory_limit_gib", rewards["memory_limit_gib"], 2**20)
-    one_of("rewards.mode", rewards["mode"], MODES)
+    check_fields("rewards", rewards, Rewards)
     for field in ("unboxed_penalty", "failure_score"):
         if not abs(rewards[field]) <= MAX_SCORE:  # NaN is not
             raise UserError(
@@ -76,7 +111,6 @@ def check_verifiers(rewards: Section) -> None:
             )
     if rewards["function"]:
         check_function("rewards.function", rewards["function"])
-    items_are(str, "rewards", rewards, "functions")
     verifiers, _ = split_functions(reward_functions(rewards["functions"]))
     if verifiers and rewards["function"]:
         raise UserError(

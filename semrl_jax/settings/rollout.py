@@ -1,13 +1,17 @@
-"""Checks of `config.rollout`."""
+"""Settings of `config.rollout`."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import ml_collections
 
 from semrl_jax.data.stop_words import expand_stop_words
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, items_are, one_of
+from semrl_jax.settings.rules import Section
 from semrl_jax.support.addresses import split_address
+from semrl_jax.support.choices import DTYPES
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import at_most, section, setting
 from semrl_jax.types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 ENGINES = ("jax", "vllm")
@@ -15,27 +19,201 @@ QUANTIZATIONS = ("", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block")  # as
 MIN_TEMPERATURE = 0.01  # below, the logits divided by it exceed float32
 
 
+@dataclasses.dataclass(frozen=True)
+class Annealing:
+    """`config.rollout.annealing`."""
+
+    enabled: bool = setting(False, "whether the temperature is annealed along a response")
+    maximum: float = setting(1.2, "the larger, the later the temperature falls", above=0)
+    minimum: float = setting(0.1, "smallest factor of the temperature", above=0)
+    warmup_tokens: int = setting(10, "first tokens of a response with the factor 1", at_least=0)
+    decay_tokens: float = setting(
+        500.0, "d at step 0; with a larger d the temperature falls later", above=0
+    )
+    decay_growth: float = setting(
+        100.0, "what each training step adds to d", "tokens per step", at_least=0
+    )
+    max_decay_tokens: float = setting(800_000.0, "the largest d", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """`config.rollout`."""
+
+    addresses: tuple[str, ...] = setting(
+        (),
+        "host:port, repeat the flag; empty: the trainer's own replica",
+        items=str,
+        may_change=True,
+    )
+    addresses_file: str = setting(
+        "",
+        "A file with one host:port a line in place of addresses. It is read again before "
+        "each sync of weights, so that replicas may join and leave. docs/clusters.md",
+        may_change=True,
+    )
+    engine: str = setting(
+        "jax",
+        "Engine of the trainer's own replica: jax (embedded) or vllm (a child process)",
+        choices=ENGINES,
+    )
+    token_file: str = setting(
+        "", "token for the addresses; empty: $SEMRL_ROLLOUT_TOKEN", may_change=True
+    )
+    tls_ca_file: str = setting(
+        "", "certificate authority for the addresses; empty: no TLS", may_change=True
+    )
+    group_size: int = setting(8, "responses per prompt", "responses", above=0)
+    groups_per_call: int = setting(
+        0,
+        "N: a replica gets the prompts in calls of N, the next one when it is free. 0: an"
+        " equal part of the batch each. docs/clusters.md",
+        "prompts",
+        at_least=0,
+        may_change=True,
+    )
+    temperature: float = setting(1.0, "temperature of the sampling; 0 is greedy", at_least=0)
+    top_p: float = setting(
+        1.0,
+        "Sample from the most probable tokens with this sum of probabilities; 1: all",
+        within="(0, 1]",
+    )
+    top_k: int = setting(0, "sample from this many most probable tokens; 0: all", at_least=0)
+    annealing: Annealing = section(
+        Annealing,
+        "Multiplies the temperature of token t by 1 for t < warmup_tokens, then by max(1 "
+        "+ maximum - exp(t / d), minimum), d = min(decay_tokens + decay_growth * step, "
+        "max_...). docs/algorithms.md; JAX engine only",
+    )
+    max_prompt_tokens: int = setting(512, "longer prompts of files are left out", above=0)
+    max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
+    stop_token_ids: tuple[int, ...] = setting(
+        (),
+        "Token ids that end a response, in addition to the end-of-sequence token. docs/data.md",
+        items=int,
+    )
+    stop_words: tuple[str, ...] = setting(
+        (), "Words of one token that end a response, or verl:llama, ...; repeat the flag", items=str
+    )
+    stop_strings: tuple[str, ...] = setting(
+        (), "Texts that end a response; they may span tokens; repeat the flag", items=str
+    )
+    in_flight: str = setting(
+        "wait",
+        "What happens to running responses when new weights arrive: replicas wait for "
+        "them, abort them or keep them. Kept responses take their further tokens from the"
+        " new weights: with any engine if max_staleness is at least 2 (docs/ahead.md), "
+        "else with vLLM only.",
+        choices=("wait", "abort", "keep"),
+    )
+    weight_dtype: str = setting(
+        "", "dtype of weights on the wire; empty: model.compute_dtype", choices=("", *DTYPES)
+    )
+    max_staleness: int = setting(
+        0,
+        "Lag k: the batch of step s is sampled with the weights of step max(0, s - k), "
+        "during the updates of the steps between. docs/ahead.md",
+        "steps",
+        at_least=0,
+    )
+    connect_timeout_s: float = setting(
+        300.0, "limit for all replicas to answer", above=0, may_change=True
+    )
+    call_timeout_s: float = setting(
+        7200.0,
+        "Limit of one batch of responses or one sync, retries included",
+        above=0,
+        may_change=True,
+    )
+    sync_wait_s: float = setting(
+        60.0,
+        "limit for slower replicas, once one of them has new weights",
+        above=0,
+        may_change=True,
+    )
+    stall_timeout_s: float = setting(
+        600.0,
+        "Longest silence of a replica or client, compilation included",
+        above=0,
+        may_change=True,
+    )
+    jax_processes: int = setting(
+        0,
+        "JAX engine: child processes of the trainer that sample; 0: the trainer itself, in between",
+        "processes",
+        at_least=0,
+    )
+    jax_process_cores: int = setting(
+        0,
+        "JAX engine: cores that the trainer leaves to each child process; 0: all share all",
+        "cores",
+        at_least=0,
+    )
+    jax_max_batch: int = setting(
+        128,
+        "JAX engine: responses decoded side by side; on a CPU, divided among the cores",
+        "responses",
+        above=0,
+    )
+    jax_chunk_tokens: int = setting(16, "JAX engine: decoded tokens between two transfers", above=0)
+    jax_tensor_parallelism: int = setting(
+        1,
+        "JAX engine: devices of this process that share one copy of the weights. -1: all "
+        "that jax_data_parallelism leaves.",
+        "devices",
+        may_change=True,
+    )
+    jax_data_parallelism: int = setting(
+        1,
+        "JAX engine: copies of the weights that share the responses, a power of two. -1: "
+        "as many as jax_tensor_parallelism leaves devices for. docs/clusters.md",
+        "devices",
+        may_change=True,
+    )
+    vllm_python: str = setting(
+        ".venv-vllm/bin/python",
+        "Python of vLLM's environment, third_party/vllm_patch/README.md.",
+        may_change=True,
+    )
+    vllm_max_num_seqs: int = setting(
+        256, "vLLM engine: responses decoded side by side", "responses", above=0, may_change=True
+    )
+    vllm_max_num_batched_tokens: int = setting(
+        0,
+        "vLLM engine: most tokens of an engine step; 0: its own default",
+        at_least=0,
+        may_change=True,
+    )
+    vllm_tensor_parallelism: int = setting(
+        1, "vLLM engine: devices of a replica", "devices", above=0, may_change=True
+    )
+    vllm_gpu_memory_utilization: float = setting(
+        0.9,
+        "vLLM engine: share of a GPU, or of the machine without one, for weights and cache",
+        above=0,
+        may_change=True,
+    )
+    vllm_kv_cache_gib: float = setting(
+        0.0,
+        "vLLM engine: size of the cache; 0: the rest of that memory, on CPU 4",
+        at_least=0,
+        may_change=True,
+    )
+    vllm_enforce_eager: bool = setting(
+        False, "vLLM engine: True: no compilation, starts in half the time", may_change=True
+    )
+    vllm_quantization: str = setting(
+        "",
+        "vLLM engine: rounds the weights that arrive to 8 bits: fp8_per_channel, "
+        "fp8_per_tensor or fp8_per_block; empty: it does not. docs/vllm.md",
+        choices=QUANTIZATIONS,
+        may_change=True,
+    )
+
+
 def check(rollout: Section) -> None:
-    above_zero(
-        "rollout", rollout,
-        "group_size", "max_prompt_tokens", "max_response_tokens", "connect_timeout_s",
-        "call_timeout_s", "sync_wait_s", "stall_timeout_s", "jax_max_batch", "jax_chunk_tokens",
-        "vllm_max_num_seqs", "vllm_tensor_parallelism", "vllm_gpu_memory_utilization",
-    )  # fmt: skip
-    at_least_zero(
-        "rollout", rollout,
-        "temperature", "top_k", "max_staleness", "jax_processes", "jax_process_cores",
-        "groups_per_call",
-        "vllm_max_num_batched_tokens", "vllm_kv_cache_gib",
-    )  # fmt: skip
-    one_of("rollout.engine", rollout["engine"], ENGINES)
-    one_of("rollout.vllm_quantization", rollout["vllm_quantization"], QUANTIZATIONS)
-    one_of("rollout.in_flight", rollout["in_flight"], ("wait", "abort", "keep"))
-    one_of("rollout.weight_dtype", rollout["weight_dtype"], ("", "float32", "bfloat16"))
-    items_are(str, "rollout", rollout, "addresses", "stop_words")
     expand_stop_words(rollout["stop_words"])
     check_stop_strings("rollout", rollout)
-    items_are(int, "rollout", rollout, "stop_token_ids")
     for address in rollout["addresses"]:
         split_address(address, "rollout.addresses")
     if rollout["addresses"] and rollout["addresses_file"]:
@@ -188,7 +366,6 @@ def check_quantization(config: ml_collections.ConfigDict, engine: str) -> None:
 def check_stop_strings(name: str, section: Section) -> None:
     """The field `stop_strings` of the section `name` is within the limits of the protocol."""
     field, strings = f"{name}.stop_strings", section["stop_strings"]
-    items_are(str, name, section, "stop_strings")
     at_most(f"number of {field}", len(strings), MAX_STOP_STRINGS)
     for text in strings:
         if not 0 < len(text) <= MAX_STOP_CHARACTERS:
@@ -207,8 +384,6 @@ def check_stop_strings(name: str, section: Section) -> None:
 
 def _check_annealing(rollout: Section) -> None:
     name, options = "rollout.annealing", rollout["annealing"]
-    above_zero(name, options, "maximum", "minimum", "decay_tokens", "max_decay_tokens")
-    at_least_zero(name, options, "warmup_tokens", "decay_growth")
     at_most(f"{name}.minimum", options["minimum"], options["maximum"])
 
 
@@ -230,8 +405,6 @@ def _check_annealed(rollout: Section) -> None:
 
 
 def _check_sampling(rollout: Section) -> None:
-    if not 0 < rollout["top_p"] <= 1:
-        raise UserError(f"rollout.top_p={rollout['top_p']} must be in (0, 1].")
     if 0 < rollout["temperature"] < MIN_TEMPERATURE:
         raise UserError(
             f"rollout.temperature={rollout['temperature']} must be at least {MIN_TEMPERATURE}: "

@@ -1,4 +1,4 @@
-"""Rules that many fields share. Each raises UserError with the full name of the field."""
+"""Rules of several fields or of entries; each raises UserError with the full name of the field."""
 
 from __future__ import annotations
 
@@ -14,20 +14,6 @@ from semrl_jax.support.errors import UserError
 Section = Any  # a ConfigDict, or a mapping with the same fields
 
 
-def above_zero(name: str, section: Section, *fields: str) -> None:
-    """Each field of the section `name` is above 0."""
-    for field in fields:
-        if not section[field] > 0:
-            raise UserError(f"{name}.{field}={section[field]} must be above 0.")
-
-
-def at_least_zero(name: str, section: Section, *fields: str) -> None:
-    """Each field of the section `name` is at least 0."""
-    for field in fields:
-        if not section[field] >= 0:
-            raise UserError(f"{name}.{field}={section[field]} must be at least 0.")
-
-
 def divides(field: str, size: int, of: str, total: int) -> None:
     """The value `size` of `field` divides the value `total` of the field `of`."""
     if not total % size:
@@ -37,29 +23,6 @@ def divides(field: str, size: int, of: str, total: int) -> None:
     above = min(n for n in fitting if n > size or n == total)
     choice = f"{below} or {above}" if below < above else f"{total}"
     raise UserError(f"{field}={size} must divide {of}={total}; set it to {choice}, or change {of}.")
-
-
-def at_most(field: str, value: float | int, limit: float | int) -> None:
-    """The value is at most the limit."""
-    if value > limit:
-        raise UserError(f"{field}={value} must be at most {limit}.")
-
-
-def one_of(field: str, value: Any, allowed: Sequence[Any]) -> None:
-    """The value is one of those allowed."""
-    if value not in allowed:
-        raise UserError(f"{field}={value!r} must be one of {', '.join(map(repr, allowed))}.")
-
-
-def items_are(kind: type, name: str, section: Section, *fields: str) -> None:
-    """Each item of each field, a tuple, has the type int or str."""
-    kinds = {int: "whole numbers", str: "texts"}[kind]
-    for field in fields:
-        for item in section[field]:
-            if type(item) is not kind:
-                raise UserError(
-                    f"{name}.{field} has {item!r}; it may have {kinds}, one for each flag."
-                )
 
 
 def split_entry(
@@ -87,15 +50,6 @@ def split_entry(
             raise UserError(f"{field}={entry!r}: {name} is set twice; keep one.")
         settings.setdefault(name, []).append(value)
     return first, settings
-
-
-def optimizer(name: str, section: Section) -> None:
-    """The fields of an AdamW optimiser in the section `name`."""
-    above_zero(name, section, "learning_rate", "max_grad_norm")
-    at_least_zero(name, section, "weight_decay", "learning_rate_warmup_steps")
-    for field in ("adam_b1", "adam_b2"):
-        if not 0 <= section[field] < 1:
-            raise UserError(f"{name}.{field}={section[field]} must be in [0, 1).")
 
 
 def flatten(config: ml_collections.ConfigDict | dict[str, Any]) -> dict[str, Any]:

@@ -1,38 +1,94 @@
-"""Checks of `config.sft`."""
+"""Settings of `config.sft`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are, one_of
+import dataclasses
+
+from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import follows, setting
 
 ROW_FORMATS = ("messages", "prompt_completion")
 TOO_LONG = ("drop", "truncate", "refuse")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
+@dataclasses.dataclass(frozen=True)
+class Sft:
+    """`config.sft`."""
+
+    files: tuple[str, ...] = setting(
+        (),
+        "Conversations, .jsonl and .parquet, repeat the flag; empty: launch.sft warm-starts",
+        items=str,
+        may_change=True,
+    )
+    evaluation_files: tuple[str, ...] = setting(
+        (), "held-out conversations; each file has its own loss", items=str, may_change=True
+    )
+    evaluation_every_steps: int = setting(
+        50,
+        "Steps between evaluations, which also run before the first and after the last "
+        "step; 0: never",
+        at_least=0,
+        may_change=True,
+    )
+    row_format: str = setting(
+        "messages", "rows of the files: messages or prompt_completion", choices=ROW_FORMATS
+    )
+    messages_field: str = setting("messages", "field of a row with the list of messages")
+    prompt_fields: tuple[str, ...] = setting(
+        ("prompt",),
+        "prompt_completion: fields that make the prompt; several are joined by a space",
+        items=str,
+    )
+    completion_field: str = setting("completion", "prompt_completion: field with the completion")
+    template: str = setting("auto", "as data.template", may_change=True)
+    system_prompt: str = setting("", "system prompt for the template chat")
+    add_special_tokens: bool = setting(True, "as data.add_special_tokens", may_change=True)
+    chat_template: str = setting("", "Jinja file that replaces the tokenizer's chat template")
+    skip_bad_rows: bool = setting(
+        False, "True: count and skip rows that cannot be used instead of stopping"
+    )
+    max_tokens: int = setting(2048, "limit of a conversation, template included")
+    too_long: str = setting(
+        "drop", "conversations above max_tokens: drop, truncate or refuse", choices=TOO_LONG
+    )
+    num_epochs: int = setting(1, "passes over the conversations", "epochs", above=0)
+    num_steps: int = setting(0, "optimiser steps; above 0, replaces num_epochs", at_least=0)
+    batch_size: int = setting(64, "conversations of an optimiser step", "conversations", above=0)
+    batch_tokens: int = setting(
+        0, "above 0, replaces batch_size: most tokens of an optimiser step", at_least=0
+    )
+    micro_batch_size: int = setting(
+        8, "as training.micro_batch_size", "conversations", above=0, may_change=True
+    )
+    micro_batch_tokens: int = follows(
+        "sft.max_tokens",
+        "Tokens of one forward and backward pass on each data shard; follows "
+        "sft.max_tokens unless set",
+        at_least=0,
+        may_change=True,
+    )
+    pack_sequences: bool = setting(True, "as training.pack_sequences", may_change=True)
+    balance_lengths: bool = setting(True, "as training.balance_lengths", may_change=True)
+    learning_rate: float = setting(1e-5, "highest rate of the schedule", above=0)
+    schedule: str = setting(
+        "cosine", "rate after the warm-up: cosine, linear or constant", choices=SCHEDULES
+    )
+    warmup_fraction: float = setting(
+        0.03, "share of the steps in which the rate rises linearly", within="[0, 1]"
+    )
+    final_fraction: float = setting(
+        0.0, "share of the highest rate, at the end of cosine and linear", within="[0, 1]"
+    )
+    adam_b1: float = setting(0.9, "adamw: decay of the mean of gradients", within="[0, 1)")
+    adam_b2: float = setting(0.95, "adamw: decay of the mean of squared gradients", within="[0, 1)")
+    weight_decay: float = setting(0.01, "times the learning rate, per step", at_least=0)
+    max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down to it", above=0)
+
+
 def check(sft: Section) -> None:
-    one_of("sft.row_format", sft["row_format"], ROW_FORMATS)
-    one_of("sft.too_long", sft["too_long"], TOO_LONG)
-    one_of("sft.schedule", sft["schedule"], SCHEDULES)
-    items_are(str, "sft", sft, "files", "evaluation_files", "prompt_fields")
-    above_zero(
-        "sft", sft,
-        "num_epochs", "batch_size", "micro_batch_size", "learning_rate", "max_grad_norm",
-    )  # fmt: skip
-    at_least_zero(
-        "sft", sft,
-        "num_steps", "batch_tokens", "micro_batch_tokens", "weight_decay", "evaluation_every_steps",
-    )  # fmt: skip
-    for field in ("adam_b1", "adam_b2"):
-        if not 0 <= sft[field] < 1:
-            raise UserError(f"sft.{field}={sft[field]} must be in [0, 1).")
-    for field in ("warmup_fraction", "final_fraction"):
-        if not 0 <= sft[field] <= 1:
-            raise UserError(f"sft.{field}={sft[field]} must be in [0, 1].")
-    _check_tokens(sft)
-
-
-def _check_tokens(sft: Section) -> None:
     longest = sft["max_tokens"]
     if longest < 2:
         raise UserError(

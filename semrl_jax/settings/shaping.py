@@ -1,4 +1,4 @@
-"""Checks of `config.shaping`."""
+"""Checks of `config.shaping`, whose settings are those of `ShapingOptions`."""
 
 from __future__ import annotations
 

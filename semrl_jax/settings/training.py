@@ -1,18 +1,77 @@
-"""Checks of `config.training`."""
+"""Settings of `config.training`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, one_of, optimizer
+import dataclasses
+
 from semrl_jax.support.choices import DTYPES, OFFLOADED
+from semrl_jax.support.fields import derived, part_of, setting
 
 
-def check(training: Section) -> None:
-    optimizer("training", training)
-    above_zero(
-        "training", training,
-        "prompts_per_minibatch", "micro_batch_size", "max_skipped_updates", "grace_s",
-    )  # fmt: skip
-    one_of("training.export", training["export"], ("", *DTYPES))
-    for part in training["offload"]:
-        one_of("training.offload", part, OFFLOADED)
-    at_least_zero("training", training, "num_steps", "micro_batch_tokens")
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """`config.training`."""
+
+    num_steps: int = setting(
+        160, "length of the run; may be raised when it is resumed", at_least=0, may_change=True
+    )
+    responses_per_step: int = derived(
+        lambda config: (
+            config.data.get_ref("prompts_per_step") * config.rollout.get_ref("group_size")
+        ),
+        "derived: follows overrides of both factors",
+        "responses",
+    )
+    prompts_per_minibatch: int = derived(
+        lambda config: part_of(config.data.get_ref("prompts_per_step"), 24),
+        "Prompts of one optimiser step; divides data.prompts_per_step. Default: 24 if "
+        "that divides it, else all",
+        "prompts",
+        above=0,
+    )
+    micro_batch_size: int = setting(
+        8, "responses of one forward and backward pass", "responses", above=0, may_change=True
+    )
+    micro_batch_tokens: int = setting(
+        0,
+        "Tokens of one forward and backward pass on each data shard, padding included. "
+        "Above 0, it replaces micro_batch_size.",
+        at_least=0,
+        may_change=True,
+    )
+    pack_sequences: bool = setting(
+        False, "put several sequences into a row of micro_batch_tokens", may_change=True
+    )
+    balance_lengths: bool = setting(
+        True, "Give shards equally many tokens; same numbers up to rounding", may_change=True
+    )
+    learning_rate: float = setting(5e-7, "learning rate of the policy", above=0)
+    learning_rate_warmup_steps: int = setting(
+        0, "optimiser steps with a linearly rising rate", at_least=0
+    )
+    adam_b1: float = setting(0.9, "adamw: decay of the mean of gradients", within="[0, 1)")
+    adam_b2: float = setting(
+        0.999, "adamw: decay of the mean of squared gradients", within="[0, 1)"
+    )
+    weight_decay: float = setting(0.01, "times the learning rate, per step", at_least=0)
+    max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down to it", above=0)
+    max_skipped_updates: int = setting(
+        3, "non-finite updates in a row that end the run", "updates", above=0
+    )
+    grace_s: float = setting(
+        30.0, "time after SIGTERM to save the last checkpoint", above=0, may_change=True
+    )
+    offload: tuple[str, ...] = setting(
+        (),
+        "What is kept in the memory of the host while no update needs it: optimizer, "
+        "reference; repeat the flag. GPUs and TPUs; docs/memory.md",
+        each=OFFLOADED,
+        may_change=True,
+    )
+    export: str = setting(
+        "",
+        "Dtype of WORKDIR/model, a Hugging Face directory of the policy that launch.train"
+        " writes at the end: float32 or bfloat16. Empty: none",
+        choices=("", *DTYPES),
+        may_change=True,
+    )

@@ -1,20 +1,35 @@
-"""Checks of `config.warm_start`."""
+"""Settings of `config.warm_start`."""
 
 from __future__ import annotations
 
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, divides
-from semrl_jax.support.errors import UserError
+import dataclasses
+
+from semrl_jax.settings.rules import Section, divides
+from semrl_jax.support.fields import derived, part_of, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+    """`config.warm_start`."""
+
+    num_steps: int = setting(0, "optimiser steps; 0: no warm start", at_least=0)
+    num_demonstrations: int = setting(
+        20_000, "demonstrations that are generated and repeated", "sequences", above=0
+    )
+    batch_size: int = setting(64, "sequences of an optimiser step", "sequences", above=0)
+    micro_batch_size: int = derived(
+        lambda config: part_of(config.warm_start.get_ref("batch_size"), 16),
+        "Sequences of one forward and backward pass; divides batch_size. Default: 16 if "
+        "that divides it, else all",
+        "sequences",
+        above=0,
+    )
+    learning_rate: float = setting(2e-3, "learning rate of the warm start", above=0)
+    forget_probability: float = setting(
+        0.8, "probability that the teacher drops a carry", within="[0, 1]"
+    )
 
 
 def check(warm_start: Section) -> None:
-    above_zero(
-        "warm_start", warm_start,
-        "batch_size", "micro_batch_size", "learning_rate", "num_demonstrations",
-    )  # fmt: skip
-    at_least_zero("warm_start", warm_start, "num_steps")
     size, total = warm_start["micro_batch_size"], warm_start["batch_size"]
     divides("warm_start.micro_batch_size", size, "warm_start.batch_size", total)
-    if not 0 <= warm_start["forget_probability"] <= 1:
-        raise UserError(
-            f"warm_start.forget_probability={warm_start['forget_probability']} must be in [0, 1]."
-        )

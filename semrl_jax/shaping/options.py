@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from semrl_jax.support.fields import setting
+
 INDICATORS = ("effective_rank_acceleration", "effective_rank_velocity", "effective_rank")
 GUIDANCE = INDICATORS[0]
 
@@ -55,21 +57,37 @@ class ShapingOptions:
       ValueError: with field, value, rule and way out.
     """
 
-    target: str = "advantage"
-    tokens: str = "all"
-    mixing: str = "adaptive"
-    scale: str = "fixed"
-    ema_init: str = "first_batch"
-    ema_lag: int = 1
-    invalid: str = "excluded"
-    alpha: float | int = 0.3
-    gain: float | int = 2.0
-    eta: float | int = 1.0
-    kappa: float | int = 2.0
-    indicators: Sequence[str] = INDICATORS
-    explore_weights: Sequence[float | int] = (0.0, 0.0, 1.0)
-    exploit_weights: Sequence[float | int] = (0.0, 1.0, 0.0)
-    guidance: str = GUIDANCE
+    target: str = setting(
+        "advantage", "What the bonus is added to: advantage, reward, both or none"
+    )
+    tokens: str = setting("all", "which response tokens get the bonus: all or last")
+    mixing: str = setting(
+        "adaptive", "Weight of exploration: adaptive, by the guidance; half, 0.5; sum, no mixing."
+    )
+    scale: str = setting(
+        "fixed", "Scale of the bonus: fixed, or performance, which falls as the mean reward rises"
+    )
+    ema_init: str = setting("first_batch", "first baselines: means of the first_batch, or zero")
+    ema_lag: int = setting(1, "1: step t uses means up to step t - 1; 2: up to t - 2")
+    invalid: str = setting(
+        "excluded", "Responses too short for an indicator are excluded or count as zeros"
+    )
+    alpha: float | int = setting(0.3, "update rate of the baselines, in (0, 1]")
+    gain: float | int = setting(2.0, "how strongly the guidance changes the weight of exploration")
+    eta: float | int = setting(1.0, "strength of the bonus; 0: none")
+    kappa: float | int = setting(2.0, "the bonus is at most |A| / kappa")
+    indicators: Sequence[str] = setting(
+        INDICATORS, "metrics whose deviation from their baselines gives the bonus"
+    )
+    explore_weights: Sequence[float | int] = setting(
+        (0.0, 0.0, 1.0), "One weight per indicator, in the mixture for exploration"
+    )
+    exploit_weights: Sequence[float | int] = setting(
+        (0.0, 1.0, 0.0), "One weight per indicator, in the mixture for exploitation"
+    )
+    guidance: str = setting(
+        GUIDANCE, "The indicator that decides between exploration and exploitation"
+    )
 
     def __post_init__(self) -> None:
         for field, choices in CHOICES.items():

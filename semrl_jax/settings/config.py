@@ -1,0 +1,110 @@
+"""The whole config: its sections, their settings, and the checks of each section alone.
+
+Nothing here loads JAX, so that a wrong setting is refused at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import ml_collections
+
+from semrl_jax.settings import (
+    algorithms,
+    checkpoints,
+    critic,
+    data,
+    distributed,
+    evaluation,
+    hidden_states,
+    logging,
+    lora,
+    mesh,
+    metrics,
+    model,
+    moved,
+    optimizer,
+    profile,
+    rewards,
+    rollout,
+    sft,
+    training,
+    warm_start,
+)
+from semrl_jax.settings.rules import flatten
+from semrl_jax.shaping.options import ShapingOptions
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import Setting, build, check_fields, described, section, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Every setting; the sections mirror the rooms of the package."""
+
+    seed: int = setting(0, "of all random numbers", at_least=0, at_most=2**32 - 1)
+    distributed: distributed.Distributed = section(
+        distributed.Distributed, "docs/clusters.md", may_change=True
+    )
+    model: model.Model = section(model.Model)
+    mesh: mesh.Mesh = section(
+        mesh.Mesh, "sizes multiply to the device count; one may be -1", may_change=True
+    )
+    data: data.Data = section(data.Data)
+    rollout: rollout.Rollout = section(rollout.Rollout)
+    hidden_states: hidden_states.HiddenStates = section(hidden_states.HiddenStates)
+    metrics: metrics.Metrics = section(metrics.Metrics)
+    shaping: ShapingOptions = section(ShapingOptions)
+    algorithms: algorithms.Algorithms = section(algorithms.Algorithms)
+    rewards: rewards.Rewards = section(rewards.Rewards)
+    critic: critic.Critic = section(
+        critic.Critic, "only with an algorithm that has one, such as ppo"
+    )
+    lora: lora.Lora = section(lora.Lora, "adapters upon a frozen base. docs/lora.md")
+    warm_start: warm_start.WarmStart = section(
+        warm_start.WarmStart, "supervised training before the first update"
+    )
+    sft: sft.Sft = section(
+        sft.Sft, "Supervised fine-tuning on conversations of your own, launch.sft; docs/data.md"
+    )
+    optimizer: optimizer.Optimizer = section(
+        optimizer.Optimizer, "Optimiser of the policy, the critic and launch.sft; docs/memory.md"
+    )
+    training: training.Training = section(training.Training)
+    evaluation: evaluation.Evaluation = section(evaluation.Evaluation, may_change=True)
+    checkpoints: checkpoints.Checkpoints = section(checkpoints.Checkpoints, may_change=True)
+    logging: logging.Logging = section(logging.Logging, may_change=True)
+    profile: profile.Profile = section(profile.Profile, may_change=True)
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """A config with the default of every setting."""
+    return build(Config)
+
+
+@functools.cache
+def known_settings() -> Mapping[str, Setting]:
+    """What is known of every setting and section, by full name."""
+    return MappingProxyType(described(Config))
+
+
+def check_sections(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError for the first wrong field; each section is checked alone."""
+    for field, value in flatten(config).items():
+        if place := moved.new_places(field):
+            raise UserError(f"the config sets a field of an earlier version: {place}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{field}={value} must be a finite number.")
+        limit = 2**63 if field == "seed" else 2**31  # above, clocks and arrays overflow
+        if isinstance(value, int | float) and abs(value) >= limit:
+            raise UserError(f"{field}={value} must be below 2^{limit.bit_length() - 1}.")
+    check_fields("", config, Config)
+    for field in dataclasses.fields(Config):
+        if field.metadata["section"]:
+            module = importlib.import_module(f"semrl_jax.settings.{field.name}")
+            if hasattr(module, "check"):
+                module.check(config[field.name])

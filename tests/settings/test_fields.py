@@ -1,0 +1,87 @@
+"""A setting is one statement, and what is known of every setting is current."""
+
+import dataclasses
+import runpy
+
+import pytest
+
+from configs import default
+from semrl_jax.settings.config import known_settings
+from semrl_jax.settings.rules import flatten
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import build, check_fields, described, follows, section, setting
+from tests.analysis.test_verl_page import ROOT
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    names: tuple[str, ...] = setting(("a",), "Names of things", items=str)
+    kinds: tuple[str, ...] = setting((), "Kinds of things", each=("x", "y"))
+    rate: float = setting(0.5, "Share of things", within="[0, 1)")
+    wait_s: float = setting(3.0, "Limit of one thing", above=0, at_most=9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    mode: str = setting("on", "Whether things happen", choices=("on", "off"), may_change=True)
+    size: int = setting(2, "Size of a thing", "things", at_least=1)
+    inner: Inner = section(Inner, "What is inside")
+    other: Inner = section(Inner, may_change=True)
+    copy_s: float = follows("inner.wait_s", "Follows inner.wait_s unless set")
+
+
+def test_a_setting_is_one_statement():
+    config, known = build(Outer), described(Outer)
+    assert list(config) == ["copy_s", "inner", "mode", "other", "size"]  # a ConfigDict sorts
+    assert config.inner.names == ("a",) and config.size == 2
+    assert known["inner.wait_s"].unit == "seconds" and known["size"].unit == "things"
+    assert known["mode"].meaning == "Whether things happen" and known["inner"].unit == ""
+    assert [name for name, of in known.items() if of.may_change] == [
+        "mode", "other", "other.names", "other.kinds", "other.rate", "other.wait_s",
+    ]  # fmt: skip
+    config.inner.wait_s = 4.0
+    assert config.copy_s == 4.0
+    config.copy_s = 5.0
+    assert config.inner.wait_s == 4.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mode", "maybe", "top.mode='maybe' must be one of 'on', 'off'."),
+        ("size", 0, "top.size=0 must be at least 1."),
+        ("inner.names", (1,), "top.inner.names has 1; it may have texts, one for each flag."),
+        ("inner.kinds", ("z",), "top.inner.kinds='z' must be one of 'x', 'y'."),
+        ("inner.rate", 1.0, "top.inner.rate=1.0 must be in [0, 1)."),
+        ("inner.wait_s", 0, "top.inner.wait_s=0 must be above 0."),
+        ("inner.wait_s", 10, "top.inner.wait_s=10 must be at most 9."),
+    ],
+)
+def test_each_rule_of_a_field(field, value, message):
+    config = build(Outer)
+    check_fields("top", config, Outer)
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError) as error:
+        check_fields("top", config, Outer)
+    assert str(error.value) == message
+
+
+def test_every_setting_has_a_meaning():
+    known = known_settings()
+    assert not [field for field in flatten(default.get_config()) if not known[field].meaning]
+
+
+def test_numbers_of_things_have_units():
+    # A number that counts or measures says what; ratios, rates and coefficients have no unit.
+    fields, known = flatten(default.get_config()), known_settings()
+    counted = [f for f in fields if f.endswith(("_s", "_gib", "_steps", "_size")) or "num_" in f]
+    sizes = {"model.hidden_size", "model.intermediate_size"}
+    plain = {f for f in counted if not known[f].unit} - sizes
+    assert plain == {"model.num_layers", "model.num_heads", "model.num_kv_heads"}
+
+
+def test_the_page_is_current():
+    made = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))
+    assert (ROOT / "docs" / "configuration.md").read_text() == made["page"](), (
+        "run: python docs/make_configuration.py"
+    )
