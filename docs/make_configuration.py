@@ -31,7 +31,7 @@ def page() -> str:
     """The text of the page."""
     values, known = flatten(get_config()), known_settings()
     sections: dict[str, list[str]] = {}
-    for field in values:
+    for field in (name for name in known if name in values):
         if not any(field.startswith(f"{copy}.") for copy in COPIES):
             sections.setdefault(field.rpartition(".")[0], []).append(field)
     parts = [HEAD]

@@ -320,13 +320,13 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
     named = old.keys()
     # A setting that is newer than the run had its default, and may have any other value now.
     old = _defaults(old) | old
-    changed, known = [], known_settings()
+    changed = []
     for field in sorted(old.keys() | new.keys()):
         if old.get(field) == new.get(field):
             continue
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
         was_set = field in named or field in IN_CHECKPOINTS
-        if was_set and not (field in known and known[field].may_change):
+        if was_set and not _may_change(field):
             way = "restore the setting"
             if field in REMOVED:
                 way = (
@@ -338,6 +338,14 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
             )
         changed.append(line)
     return tuple(changed)
+
+
+def _may_change(field: str) -> bool:
+    """Whether a resume may change a field; one of an earlier version is as its section is."""
+    known = known_settings()
+    while field not in known and "." in field:
+        field = field.rpartition(".")[0]
+    return field in known and known[field].may_change
 
 
 def _defaults(recorded: dict[str, Any]) -> dict[str, Any]:

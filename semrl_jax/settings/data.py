@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from semrl_jax.data.procedural import sources
-from semrl_jax.data.rows import check_row_format
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import setting
@@ -73,6 +71,10 @@ class Data:
 
 
 def check(data: Section) -> None:
+    # Imported here, because the default config is read before every command.
+    from semrl_jax.data.procedural import sources
+    from semrl_jax.data.rows import check_row_format
+
     check_row_format(data["row_format"])
     sources(data["reasoning_gym"])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from semrl_jax.data.rows import check_row_format
 from semrl_jax.settings import metrics
 from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rollout import MIN_TEMPERATURE, check_stop_strings
@@ -107,6 +106,8 @@ class Evaluation:
 
 
 def check(evaluation: Section) -> None:
+    from semrl_jax.data.rows import check_row_format  # see settings.data
+
     check_row_format(evaluation["row_format"], "evaluation.")
     check_stop_strings("evaluation", evaluation)
     check_sampling(evaluation, most=most_responses(evaluation))

@@ -6,7 +6,6 @@ import dataclasses
 
 import ml_collections
 
-from semrl_jax.data.stop_words import expand_stop_words
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.addresses import split_address
 from semrl_jax.support.choices import DTYPES
@@ -212,6 +211,8 @@ class Rollout:
 
 
 def check(rollout: Section) -> None:
+    from semrl_jax.data.stop_words import expand_stop_words  # see settings.data
+
     expand_stop_words(rollout["stop_words"])
     check_stop_strings("rollout", rollout)
     for address in rollout["addresses"]:

@@ -151,17 +151,17 @@ def check_fields(name: str, section: Any, kind: type) -> None:
             RULES[rule](full, value, argument)
 
 
-def above(field: str, value: Any, limit: float) -> None:
+def above(field: str, value: Any, limit: float | int) -> None:
     if not value > limit:
         raise UserError(f"{field}={value} must be above {limit}.")
 
 
-def at_least(field: str, value: Any, limit: float) -> None:
+def at_least(field: str, value: Any, limit: float | int) -> None:
     if not value >= limit:
         raise UserError(f"{field}={value} must be at least {limit}.")
 
 
-def at_most(field: str, value: Any, limit: float) -> None:
+def at_most(field: str, value: Any, limit: float | int) -> None:
     if value > limit:
         raise UserError(f"{field}={value} must be at most {limit}.")
 

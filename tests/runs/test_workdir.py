@@ -201,6 +201,12 @@ def test_a_run_continues_without_a_removed_setting_that_it_had_off(config, tmp_p
     reopened.close()
     assert reopened.changed == ()
     assert recorded.get_config(str(file)).seed == config.seed
+    # Evaluations may change, also by a setting that is gone.
+    record["config"]["evaluation"]["metric_options"]["window_growth"] = 1.25
+    file.write_text(json.dumps(record))
+    reopened = open_workdir(str(tmp_path / "run"), config)
+    reopened.close()
+    assert "metric_options.window_growth" in str(reopened.changed)
     record["config"]["metrics"]["window_growth"] = 1.25
     file.write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"1\.25 -> None.*continue with the version that began"):

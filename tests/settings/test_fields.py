@@ -1,5 +1,7 @@
 """A setting is one statement, and what is known of every setting is current."""
 
+from __future__ import annotations
+
 import dataclasses
 import runpy
 
@@ -53,8 +55,8 @@ def test_a_setting_is_one_statement():
         ("inner.names", (1,), "top.inner.names has 1; it may have texts, one for each flag."),
         ("inner.kinds", ("z",), "top.inner.kinds='z' must be one of 'x', 'y'."),
         ("inner.rate", 1.0, "top.inner.rate=1.0 must be in [0, 1)."),
-        ("inner.wait_s", 0, "top.inner.wait_s=0 must be above 0."),
-        ("inner.wait_s", 10, "top.inner.wait_s=10 must be at most 9."),
+        ("inner.wait_s", 0.0, "top.inner.wait_s=0.0 must be above 0."),
+        ("inner.wait_s", 10.0, "top.inner.wait_s=10.0 must be at most 9."),
     ],
 )
 def test_each_rule_of_a_field(field, value, message):
