@@ -60,7 +60,8 @@ Hugging Face directory: a language model, or a classifier with one label; if emp
 starts from the policy's weights. `critic.*` are its optimiser's settings, and
 `algorithms.loss.value_clip` bounds the change of a value in a step. In the first
 `critic.warmup_steps` steps only the critic is trained. Shaping acts on the whitened advantages, not
-on the returns. `critic/explained_variance` ([log keys](log_keys.md#ours)) shows how well it predicts.
+on the returns. `critic/explained_variance` ([log keys](log_keys.md#ours)) shows how well it
+predicts.
 
 ## KL in the reward
 
@@ -85,8 +86,8 @@ python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/ppo_kl 
 counts in the statistics of its group, and under `ppo` in the whitening.
 
 `algorithms.batch_rules.max_sampling_rounds=N` is dynamic sampling (DAPO): groups of equal rewards
-are dropped, and the step samples further rounds of `data.prompts_per_step` prompts until it has that
-many groups. The reward that decides has the penalty of `overlong_tokens`, but not the bonus.
+are dropped, and the step samples further rounds of `data.prompts_per_step` prompts until it has
+that many groups. The reward that decides has the penalty of `overlong_tokens`, but not the bonus.
 `keep_groups_by=correctness` keeps the groups with 0 < correct responses < G, the paper's rule.
 Surplus prompts come again in the next step. If N rounds are not enough, the run saves the last
 finished step and ends with exit code 2; the same command with more rounds, or with 0, continues.
@@ -96,8 +97,8 @@ finished step and ends with exit code 2; the same command with more rounds, or w
 `rollout.annealing.enabled=True` lowers the temperature along each response (EAD, arXiv:2510.05251):
 it is `rollout.temperature` for the first `warmup_tokens` tokens t, then times
 max(1 + `maximum` - exp(t / d), `minimum`), d = min(`decay_tokens` + `decay_growth` * step,
-`max_decay_tokens`). The policy is trained at `rollout.temperature`, so `algorithms.importance.level`
-must correct for it; `token` is the paper's choice. The defaults give the temperatures of the
+`max_decay_tokens`). The policy is trained at `rollout.temperature`, so
+`algorithms.importance.level` must correct for it; `token` is the paper's choice. The defaults give the temperatures of the
 published code, which has no such correction. Evaluations are not annealed, and only the JAX engine
 can anneal.
 
