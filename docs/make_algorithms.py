@@ -98,9 +98,9 @@ finished step and ends with exit code 2; the same command with more rounds, or w
 it is `rollout.temperature` for the first `warmup_tokens` tokens t, then times
 max(1 + `maximum` - exp(t / d), `minimum`), d = min(`decay_tokens` + `decay_growth` * step,
 `max_decay_tokens`). The policy is trained at `rollout.temperature`, so
-`algorithms.importance.level` must correct for it; `token` is the paper's choice. The defaults give the temperatures of the
-published code, which has no such correction. Evaluations are not annealed, and only the JAX engine
-can anneal.
+`algorithms.importance.level` must correct for it; `token` is the paper's choice. The defaults give
+the temperatures of the published code, which has no such correction. Evaluations are not annealed,
+and only the JAX engine can anneal.
 
 ## Aggregation
 
