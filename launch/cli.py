@@ -374,7 +374,7 @@ def _check_field(config: ConfigDict, field: str) -> None:
         raise UserError(f"--config.{field} is of an earlier version: {places}.")
     near = [name for name in names if name.endswith(f".{field}")]
     near = near or difflib.get_close_matches(field, names, n=1, cutoff=0.8)
-    hint = f"did you mean {' or '.join(near)}?" if near else "see configs/default.py."
+    hint = f"did you mean {' or '.join(near)}?" if near else "see docs/configuration.md."
     raise UserError(f"the config has no field {field!r} where a flag sets it; {hint}")
 
 
