@@ -36,7 +36,7 @@ SPARSE = ["update:4 0.05", "generate:1 0.1", "row:2 0.01", "save:1 0.1"]
 EXTERNAL = ["generate:2 0.1", "sync_weights:2 0.02", "update:2 0.05", "step:2 0.4"]
 AHEAD_FLAGS = ("--config.rollout.max_staleness=2", "--config.rollout.in_flight=keep")
 AHEAD = ["part:6 0.1", "offer:2 0.02", "seal:1 0.1"]
-FEW = ["update:2 0.05", "save:1 0.05", "seal:1 0.1"]  # AHEAD has the one while sampling
+FEW = ["generate:2 0.1", "update:2 0.05", "save:1 0.05", "seal:1 0.1"]
 
 
 def arguments(workdir, flags=()) -> list[str]:
@@ -157,7 +157,7 @@ def test_a_replica_that_survives_its_trainers_samples_the_same(uninterrupted, tm
 
 
 @pytest.mark.slow
-def test_kills_between_and_in_phases(uninterrupted, tmp_path):
+def test_four_kills(uninterrupted, tmp_path):
     run_chain(uninterrupted, tmp_path / "run", FEW, seed=12)
 
 
