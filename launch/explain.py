@@ -12,9 +12,11 @@ from configs.default import get_config
 from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import Setting
 
 WIDTH = 100
 DEFAULT = "default"
+AN_OPTION = Setting("an option of the algorithm; see docs/algorithms.md", "", False, {})
 
 
 class Stages(NamedTuple):
@@ -74,14 +76,11 @@ def explain(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
         origin = origins[field]
         if values[field] != default.get(field, values[field]):
             origin += f"; default {_shown(default[field])}"
-        unit = known[field].unit if field in known else ""
-        amount = " ".join(filter(None, (_shown(values[field]), unit)))
+        of = known.get(field, AN_OPTION)
+        amount = " ".join(filter(None, (_shown(values[field]), of.unit)))
         lines.append(f"{field} = {amount}  [{origin}]")
-        meaning = "an option of the algorithm; see docs/algorithms.md"
-        if field in known:
-            meaning = known[field].meaning
         indent = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
-        lines += textwrap.wrap(meaning, WIDTH, **indent)
+        lines += textwrap.wrap(of.meaning, WIDTH, **indent)
     return "\n".join(lines)
 
 

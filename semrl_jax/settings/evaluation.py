@@ -16,7 +16,11 @@ OF_TRAINING = ("of_groups", "drift_every", "probes")  # settings of metrics that
 MetricOptions = dataclasses.make_dataclass(
     "MetricOptions",
     [
-        (field.name, field.type, follows(f"metrics.{field.name}", known.meaning, unit=known.unit))
+        (
+            field.name,
+            field.type,
+            follows(f"metrics.{field.name}", known.meaning, unit=known.unit, **known.rules),
+        )
         for field, known, _ in fields_of(metrics.Metrics)
         if field.name not in OF_TRAINING
     ],

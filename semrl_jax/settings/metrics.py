@@ -14,7 +14,7 @@ from semrl_jax.metrics.names import (
 )
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.fields import check_fields, setting
+from semrl_jax.support.fields import setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,6 @@ class Metrics:
 
 
 def check(metrics: Section, name: str = "metrics") -> None:
-    check_fields(name, metrics, Metrics)
     check_metrics(f"{name}.names", metrics["names"])
     _check_layers(metrics, name)
     if metrics["placement"] == "rollout":

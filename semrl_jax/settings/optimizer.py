@@ -9,6 +9,21 @@ from semrl_jax.support.fields import section, setting
 
 
 @dataclasses.dataclass(frozen=True)
+class Steps:
+    """What the optimiser steps of policy and critic have each for themselves."""
+
+    learning_rate_warmup_steps: int = setting(
+        0, "optimiser steps with a linearly rising rate", at_least=0
+    )
+    adam_b1: float = setting(0.9, "adamw: decay of the mean of gradients", within="[0, 1)")
+    adam_b2: float = setting(
+        0.999, "adamw: decay of the mean of squared gradients", within="[0, 1)"
+    )
+    weight_decay: float = setting(0.01, "times the learning rate, per step", at_least=0)
+    max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down to it", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Optimizer:
     """`config.optimizer`."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from semrl_jax.settings.optimizer import Steps
 from semrl_jax.support.choices import DTYPES, OFFLOADED
 from semrl_jax.support.fields import derived, part_of, setting
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class Training(Steps):
     """`config.training`."""
 
     num_steps: int = setting(
@@ -46,15 +47,6 @@ class Training:
         True, "Give shards equally many tokens; same numbers up to rounding", may_change=True
     )
     learning_rate: float = setting(5e-7, "learning rate of the policy", above=0)
-    learning_rate_warmup_steps: int = setting(
-        0, "optimiser steps with a linearly rising rate", at_least=0
-    )
-    adam_b1: float = setting(0.9, "adamw: decay of the mean of gradients", within="[0, 1)")
-    adam_b2: float = setting(
-        0.999, "adamw: decay of the mean of squared gradients", within="[0, 1)"
-    )
-    weight_decay: float = setting(0.01, "times the learning rate, per step", at_least=0)
-    max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down to it", above=0)
     max_skipped_updates: int = setting(
         3, "non-finite updates in a row that end the run", "updates", above=0
     )

@@ -112,14 +112,12 @@ def build(kind: type) -> ml_collections.ConfigDict:
                 part[field.name] = ml_collections.ConfigDict()
                 fill(part[field.name], inner)
             elif known.of:
-                part[field.name] = None  # keeps the order of the fields
                 later.append((part, field.name, known.of))
             else:
                 part[field.name] = field.default
 
     fill(config, kind)
     for part, name, of in later:
-        del part[name]
         part[name] = of(config)
     return config
 
