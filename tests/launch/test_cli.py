@@ -99,7 +99,7 @@ def test_flags_override_fields(parse):
         (["--config.seed.deep=3"], "has no field 'seed.deep' where a flag sets it"),
         (
             ["--config.rollout.foo=1"],
-            "has no field 'rollout.foo' where a flag sets it; see configs",
+            "has no field 'rollout.foo' where a flag sets it; see docs/",
         ),
         (["--config.checkpoints.extra_steps=a"], "checkpoints.extra_steps has 'a'; it may have"),
         (["--config.data.files=(1, 2)"], "data.files has 1; it may have texts"),
