@@ -85,16 +85,16 @@ SFT = (
 # In this order: the later ones read what the first ones have written.
 THOROUGH = [
     Case(f"train --config={TINY} --workdir={{home}}/no --dry_run"),
-    Case(f"train --config={TINY} --workdir={{home}}/run --config.training.num_steps=2 --quiet"),
     Case(
-        f"train --config={TINY} --workdir={{home}}/adapters --config.training.num_steps=1 "
-        "--config.lora.rank=2"
+        f"train --config={TINY} --workdir={{home}}/run --config.training.num_steps=2 --quiet "
+        "--config.warm_start.num_steps=0"
     ),
     Case(f"sft {SFT} --workdir={{home}}/no --dry_run"),
     Case(f"sft {SFT} --workdir={{home}}/sft --quiet"),
     Case(
         "local --processes=1 --devices_per_process=2 --grace_s=40 -- "
-        f"--config={TINY} --workdir={{home}}/local --config.training.num_steps=1"
+        f"--config={TINY} --workdir={{home}}/adapters --config.training.num_steps=1 "
+        "--config.lora.rank=2 --config.warm_start.num_steps=0"
     ),
     Case(
         f"evaluate --policy={{home}}/run --config=configs/recorded.py:{{home}}/run/config.json "
