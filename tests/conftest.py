@@ -31,7 +31,10 @@ import hypothesis
 import jaxtyping
 import pytest
 
-jaxtyping.install_import_hook("semrl_jax", "beartype.beartype")
+# The checks take 0.4 of the time. One suite with them is enough,
+# so .ci/run switches them off after it.
+if os.environ.get("CHECK_ANNOTATIONS", "1") == "1":
+    jaxtyping.install_import_hook("semrl_jax", "beartype.beartype")
 
 import jax
 

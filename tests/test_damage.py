@@ -183,5 +183,8 @@ def test_no_command_waits_for_a_pipe(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_flipped_byte_is_a_traceback(files):
-    check_flips(files, range(100, 1600))
+@pytest.mark.parametrize(
+    "numbers", [range(100, 600), pytest.param(range(600, 1600), marks=pytest.mark.soak)], ids=str
+)
+def test_no_flipped_byte_is_a_traceback(files, numbers):
+    check_flips(files, numbers)

@@ -69,7 +69,7 @@ def test_a_terminal_that_was_closed_is_a_reader_that_has_ended(prepared):
 @pytest.mark.parametrize(
     "streams",
     [
-        pytest.param(name, marks=[] if name in ("ascii", "no streams") else pytest.mark.soak)
+        pytest.param(name, marks=[] if name == "no streams" else pytest.mark.soak)
         for name in STREAMS
     ],
 )

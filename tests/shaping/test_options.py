@@ -144,7 +144,14 @@ def test_the_documented_settings_match_float64_loops(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", CHOICES["target"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        # "both" has the code of the first two.
+        pytest.param(target, marks=[pytest.mark.soak] * (target in ("advantage", "reward")))
+        for target in CHOICES["target"]
+    ],
+)
 def test_every_combination_of_choices_matches_float64_loops(target):
     others = {field: values for field, values in CHOICES.items() if field != "target"}
     for seed, values in enumerate(itertools.product(*others.values())):
