@@ -34,6 +34,19 @@ import pytest
 # The checks take 0.4 of the time. One suite with them is enough,
 # so .ci/run switches them off after it.
 if os.environ.get("CHECK_ANNOTATIONS", "1") == "1":
+    checked = jaxtyping.jaxtyped
+
+    def check_arrays(*, typechecker):
+        """The decorator of the import hook; it leaves functions without arrays as they are."""
+
+        def decorate(function):
+            annotations = map(str, getattr(function, "__annotations__", {"": "Array"}).values())
+            has_arrays = any("Array" in text or "ndarray" in text for text in annotations)
+            return checked(function, typechecker=typechecker) if has_arrays else function
+
+        return decorate
+
+    jaxtyping.jaxtyped = check_arrays
     jaxtyping.install_import_hook("semrl_jax", "beartype.beartype")
 
 import jax
