@@ -9,10 +9,10 @@
 The release's algorithm computes the singular values of the centred response for all five values.
 For the orders of the effective rank, it computes one eigvalsh of the growing Gram matrix per
 window. Both sides take turns in one process, with some responses of the batch each. A figure is the
-median over the turns. `all cores` is `measure_batch`: single responses, from a pool of host
-threads, as in the trainer. `side by side` measures the whole batch at once, for accelerators
-(`--side_by_side`). A shape that is named is measured twice: with a spectrum that float32 resolves,
-and with one column so large that every response is recomputed in float64.
+median over the turns. `all cores` is a `Measurer` with `--threads` threads, as in the trainer.
+`side by side` measures the whole batch at once, for accelerators (`--side_by_side`). A shape that
+is named is measured twice: with a spectrum that float32 resolves, and with one column so large that
+every response is recomputed in float64.
 
 `--costs` compares the time of every metric of the package with the effective rank, one response on
 one thread. It also measures the functions of sets of responses.
@@ -86,17 +86,14 @@ def release(states) -> dict[str, float]:
     }
 
 
-def measurement(
-    names: tuple[str, ...], window: str, measure_with: Callable = hidden_state_metrics, **options
-) -> Callable:
+def measurement(names: tuple[str, ...], window: str, **options) -> Callable:
     """The metrics of a batch by name, with the orders of the effective rank unless `options` name
     others."""
     options = {"orders": ORDERS, **options}
 
-    def measure(states, mask):
-        return metrics.flatten(
-            measure_with(states, mask, stride=STRIDE, window=window, names=names, **options)
-        )
+    def measure(states, mask, **more):
+        found = {"stride": STRIDE, "window": window, "names": names, **options, **more}
+        return metrics.flatten(hidden_state_metrics(states, mask, **found))
 
     return measure
 
@@ -124,11 +121,13 @@ def compare(
     mask = np.ones((part, length), bool)
     arrays = jnp.asarray(states), jnp.asarray(mask)
     five, only = (measurement(names, "release") for names in (metrics.RELEASE_METRICS, ORDERS))
-    all_cores = functools.partial(metrics.measure_batch, num_threads=threads)
-    five_cores, only_cores = (
-        measurement(names, "release", all_cores) for names in (metrics.RELEASE_METRICS, ORDERS)
-    )
-    all_orders = measurement(metrics.RELEASE_METRICS, "release", all_cores, orders=None)
+
+    def on_all_cores(names: tuple[str, ...], orders: tuple[str, ...]) -> list[metrics.Measured]:
+        options = {"stride": STRIDE, "window": "release", "names": names, "orders": orders}
+        with metrics.Measurer(max_tokens=length, num_threads=threads, **options) as measurer:
+            pending = [measurer.submit(rows) for rows in states]
+            measurer.flush()
+            return [future.result() for future in pending]
 
     def with_torch() -> list[dict[str, float]]:
         return [release(response) for response in torch.from_numpy(states)]
@@ -136,10 +135,10 @@ def compare(
     ways = {
         "torch": with_torch,
         "all five": lambda: five(*arrays),
-        "all five, all cores": lambda: five_cores(*arrays),
-        "all orders, all cores": lambda: all_orders(*arrays),
+        "all five, all cores": lambda: on_all_cores(metrics.RELEASE_METRICS, ORDERS),
+        "all orders, all cores": lambda: on_all_cores(*[metrics.RELEASE_METRICS] * 2),
         "ER, ERV, ERA": lambda: only(*arrays),
-        "ER, ERV, ERA, all cores": lambda: only_cores(*arrays),
+        "ER, ERV, ERA, all cores": lambda: on_all_cores(ORDERS, ORDERS),
     }
     if side_by_side:
         ways |= {
@@ -327,7 +326,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", help="such as 64x512x896")
     parser.add_argument("--side_by_side", action="store_true", help="for accelerators")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="of torch, and of measure_batch")
+    parser.add_argument("--threads", type=int, default=2, help="of torch, and of the Measurer")
     results.add_option(parser)
     arguments = parser.parse_args()
     if arguments.accuracy:

@@ -2,7 +2,6 @@
 
     python -m launch.analyze metrics --input=states.npz --output=study
     python -m launch.analyze correlation --run=runs/quickstart --output=study
-    python -m launch.analyze growth --output=study
     python -m launch.analyze study --run=runs/quickstart --output=study
 
 metrics: the metrics of each response in a file with `hidden_states` [B, T, D] or [T, D] and perhaps
@@ -10,9 +9,6 @@ the bool `response_mask`. Writes metrics.csv, effective_rank.csv and effective_r
 
 correlation: how strongly ERV and ERA are correlated with ER, on a run's saved responses, under each
 --window and --stride. Writes correlation.csv and correlation.png.
-
-growth: the same study on long responses. Their rank grows by a known law, or a small random model
-samples them. Writes growth.csv and growth.png.
 
 study: the measures of the reference implementation, 10 per response and 28 per prompt, and their
 correlations, of a run's saved responses (--run) or of states in a file or in a directory of
@@ -35,7 +31,6 @@ from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
 
 STRIDE = 40
-GROWTH_STRIDE = 128
 
 INPUT = flags.DEFINE_string(
     "input",
@@ -62,23 +57,19 @@ STRIDES = flags.DEFINE_multi_integer(
     "stride",
     None,
     f"tokens between two prefixes. Default of metrics and study: {STRIDE}, or the run's; of "
-    f"correlation: half, once and twice the run's stride; of growth: {GROWTH_STRIDE}. For "
-    "correlation and growth, repeat the flag for several values",
+    "correlation: half, once and twice the run's stride; repeat the flag for others",
     lower_bound=1,
 )
 WINDOW = flags.DEFINE_multi_enum(
     "window",
     None,
     WINDOWS,
-    "which prefixes. Default of metrics and study: exact; of the others: all. For correlation "
-    "and growth, repeat the flag for several values",
+    "which prefixes. Default of metrics and study: exact; of correlation: all; repeat the flag for "
+    "some of them",
 )
 METHOD = flags.DEFINE_enum(
-    "method", "gram", ("gram", "svd"), "all but growth: decomposition; svd: 5 digits, slower"
+    "method", "gram", ("gram", "svd"), "decomposition; svd: 5 digits, slower"
 )
-RESPONSES = flags.DEFINE_integer("responses", 32, "growth: number per source", lower_bound=3)
-TOKENS = flags.DEFINE_integer("tokens", 2048, "growth: of the longest response", lower_bound=64)
-SEED = flags.DEFINE_integer("seed", 0, "growth: random seed", lower_bound=0)
 OUTPUT = flags.DEFINE_string("output", None, "directory for CSV and PNG files, made if missing")
 
 
@@ -96,7 +87,7 @@ def metrics() -> int:
     Console().print(analysis.response_table(measured))
     if output is not None:
         curves = [analysis.rank_curve(*response, **options) for response in zip(states, mask)]
-        analysis.write_responses(output / "metrics.csv", measured)
+        analysis.write_columns(output / "metrics.csv", measured)
         analysis.write_rank_curves(output / "effective_rank.csv", curves)
         figure = analysis.draw_rank_curves(curves, window=window)
         figure.savefig(output / "effective_rank.png", dpi=110)
@@ -106,10 +97,12 @@ def metrics() -> int:
 
 def correlation() -> int:
     run = cli.required(RUN)
-    from semrl_jax import analysis
-    from semrl_jax.analysis.runs import run_states
+    from rich.console import Console
 
-    steps, stride = run_states(run)
+    from semrl_jax import analysis
+    from semrl_jax.analysis.study_sources import states_of_run
+
+    steps, stride = states_of_run(run)
     output = output_directory()
     compilation.keep_programs()
     options: dict[str, Any] = {
@@ -120,23 +113,10 @@ def correlation() -> int:
     found = []
     for step, responses in steps.items():
         found += analysis.correlate(responses, source=f"step {step}", **options)
-    report(found, output, "correlation")
-    return 0
-
-
-def growth() -> int:
-    output = output_directory()
-    from semrl_jax.analysis.growth import growth_study  # not at the top: mistakes are quick
-
-    compilation.keep_programs()
-    found = growth_study(
-        num_responses=RESPONSES.value,
-        max_tokens=TOKENS.value,
-        strides=tuple(STRIDES.value or [GROWTH_STRIDE]),
-        windows=tuple(WINDOW.value or WINDOWS),
-        seed=SEED.value,
-    )
-    report(found, output, "growth")
+    Console().print(analysis.correlation_table(found))
+    if output is not None:
+        analysis.write_correlations(output, "correlation", found)
+        print(f"done: {output} has correlation.csv and correlation.png")
     return 0
 
 
@@ -188,24 +168,8 @@ def study() -> int:
     return 0
 
 
-def report(found: list[Any], output: pathlib.Path | None, name: str) -> None:
-    """Prints correlations, and writes them if a directory was given."""
-    from rich.console import Console
-
-    from semrl_jax import analysis
-
-    Console().print(analysis.correlation_table(found))
-    if output is not None:
-        analysis.write_correlations(output / f"{name}.csv", found)
-        # Several strides in one picture would hide each other, so only the middle one is drawn.
-        strides = sorted({correlation.stride for correlation in found})
-        drawn = [c for c in found if c.stride == strides[len(strides) // 2]]
-        analysis.draw_correlations(drawn).savefig(output / f"{name}.png", dpi=110)
-        print(f"done: {output} has {name}.csv and {name}.png")
-
-
 def one(flag: flags.FlagHolder[Any], default: Any) -> Any:
-    """The only value of a flag that the other commands accept several times."""
+    """The only value of a flag that `correlation` accepts several times."""
     values = flag.value or [default]
     if len(values) > 1:
         raise UserError(f"--{flag.name} is given {len(values)} times; metrics and study take one.")
@@ -226,5 +190,4 @@ def output_directory() -> pathlib.Path | None:
 
 
 if __name__ == "__main__":
-    commands = {"metrics": metrics, "correlation": correlation, "growth": growth, "study": study}
-    cli.run(commands, __doc__)
+    cli.run({"metrics": metrics, "correlation": correlation, "study": study}, __doc__)

@@ -229,6 +229,8 @@ def valid_rows(
     rows = []
     for where, row in with_progress(data.read_rows(path, fields), "read"):
         try:
+            if isinstance(row, data.RowError):
+                raise row
             reader.read(row, default_source=name)
         except data.RowError as error:
             bad_rows.add(where, error)

@@ -13,7 +13,7 @@ import pytest
 
 from semrl_jax import data, models
 from semrl_jax.analysis import study_sources
-from semrl_jax.analysis.runs import _read_responses, find_steps
+from semrl_jax.analysis.runs import find_steps
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.evaluation.sample_files import read_samples, write_samples
 from semrl_jax.jobs import score, view
@@ -34,9 +34,9 @@ QUESTIONS = [{"question": f"What is {i} + {i}? 求和", "answer": 2 * i} for i i
 
 
 def load_conversations(file):
-    return data.load_conversations(
-        [file], data.character_tokenizer(), row_format="prompt_completion"
-    )
+    tokenizer = data.character_tokenizer()
+    reader = data.conversation_reader(tokenizer, row_format="prompt_completion")
+    return data.load_conversations([file], tokenizer, reader)
 
 
 def read_everything(file):
@@ -44,7 +44,8 @@ def read_everything(file):
     tokenizer = data.character_tokenizer()
     for keep_columns in (False, True):
         with contextlib.suppress(UserError):
-            data.load_prompts(file, tokenizer, keep_columns=keep_columns, skip_bad_rows=True)
+            reader = data.row_reader(keep_columns=keep_columns)
+            data.load_prompts(file, tokenizer, reader, skip_bad_rows=True)
     return data.load_prompts(file, tokenizer)
 
 
@@ -54,9 +55,8 @@ def read_recorded(file):
     logs = reading.read_runs([run, run.with_name("other")])
     page.page(page.figures(logs), samples(logs))
     paired(logs)
-    for read in (view.read_responses, _read_responses):
-        with contextlib.suppress(UserError):
-            read(file)
+    with contextlib.suppress(UserError):
+        view.read_responses(file)
     return study_sources._read(file, ("group_id", "sample_index", "prompt_ids", "response_ids"))
 
 

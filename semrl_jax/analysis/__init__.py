@@ -1,6 +1,6 @@
 """Offline studies and figures from saved hidden states and runs; nothing imports this room.
 
-`runs` and `growth` are imported by name: they load the trainer and the rollout engine.
+`runs` and `study_sources` are imported by name: they load the trainer.
 """
 
 from semrl_jax.analysis.correlation import (
@@ -14,21 +14,13 @@ from semrl_jax.analysis.responses import (
     measure_responses,
     rank_curve,
     response_table,
+    write_columns,
     write_rank_curves,
-    write_responses,
 )
 from semrl_jax.analysis.states import read_states
 
 __all__ = [
-    "correlate",
-    "correlation_table",
-    "draw_correlations",
-    "draw_rank_curves",
-    "measure_responses",
-    "rank_curve",
-    "read_states",
-    "response_table",
-    "write_correlations",
+    "correlate", "correlation_table", "draw_correlations", "draw_rank_curves", "measure_responses",
+    "rank_curve", "read_states", "response_table", "write_columns", "write_correlations",
     "write_rank_curves",
-    "write_responses",
-]
+]  # fmt: skip

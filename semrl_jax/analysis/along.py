@@ -44,13 +44,12 @@ def along_responses(
     responses: Sequence[Int[np.ndarray, " _"]],
     *,
     stride: int,
-    method: str = "gram",
 ) -> list[Along]:
     """Computes the values of each response from one forward pass per `MICRO_BATCH` of them.
 
     Args:
       prompts, responses: int32 token ids; no response is empty.
-      stride, method: as in `metrics.rank_dynamics`, of which the window is "exact".
+      stride: as in `metrics.rank_dynamics`, of which the window is "exact".
     """
     longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     size = max(1 << (longest - 1).bit_length(), MIN_BUCKET)
@@ -76,7 +75,7 @@ def along_responses(
             tokens = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
             mask = np.zeros(size - 1, bool)
             mask[tokens] = True
-            curve = rank_curve(states[row], mask, stride=stride, method=method)
+            curve = rank_curve(states[row], mask, stride=stride)
             orders = velocity_and_acceleration(curve.effective_rank)
             found.append(Along(logprobs[row, tokens], entropies[row, tokens], *curve, *orders))
     return found

@@ -6,20 +6,16 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from semrl_jax.analysis.responses import write_csv
-from semrl_jax.metrics import WINDOWS, MetricKey, hidden_state_metrics
-from semrl_jax.metrics.names import ORDERS
-from semrl_jax.support.rounding import next_power_of_two
+from semrl_jax.analysis.responses import RANKS, measure_response, number_text, write_csv
+from semrl_jax.analysis.study import EQUAL_LENGTH, correlation
+from semrl_jax.metrics import WINDOWS
 
-MIN_RESPONSES = 3  # two points always lie on a line
-MIN_BUCKET = 64
 # Column of the CSV file -> its name in the table, which must be narrow, and the digits shown.
 COLUMNS = {
     "source": ("source", None),
@@ -60,23 +56,12 @@ class Correlation:
     def with_rank(self, order: str, *, equal_length: bool = False) -> float:
         """Pearson correlation of ER with "velocity" or "acceleration".
 
-        With `equal_length`, the correlation of the residuals of both after a least-squares line in
-        the length: all of them grow with the length, which alone would correlate them. NaN below
-        three responses or if one of the two is constant.
+        With `equal_length`, the partial correlation: all of them grow with the length, which alone
+        would correlate them. NaN as in `study.correlation`.
         """
-        ranks, order_values = self.effective_rank, getattr(self, order)
-        x, y = ranks.astype(np.float64), order_values.astype(np.float64)
-        if len(x) < MIN_RESPONSES:
-            return float("nan")
-        if equal_length:
-            length = np.stack([np.ones(len(x)), self.tokens - self.tokens.mean()], axis=1)
-            x, y = (v - length @ np.linalg.lstsq(length, v)[0] for v in (x, y))
-        # A centred constant consists of rounding errors; their correlation would be noise.
-        x, y = (v - v.mean() for v in (x, y))
-        scale = max(np.abs(ranks).max(), np.abs(order_values).max())
-        if min(np.abs(x).max(), np.abs(y).max()) <= 1e-6 * scale:
-            return float("nan")
-        return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+        columns = {name: getattr(self, name).astype(float) for name in ("effective_rank", order)}
+        table = {"prompt": np.arange(len(self.tokens)), "length": self.tokens, **columns}
+        return correlation(table, *columns, EQUAL_LENGTH if equal_length else "all").r
 
 
 def correlate(
@@ -92,7 +77,6 @@ def correlate(
     Args:
       responses: final states, each of its own length; at least one.
       strides, windows, method: as in `metrics.hidden_state_metrics`, with the same errors.
-      source: stored in the results.
 
     Returns:
       One `Correlation` per window and stride, windows outermost.
@@ -101,9 +85,13 @@ def correlate(
     found = []
     for window in windows:
         for stride in strides:
-            measured = [_measure(states, stride, window, method) for states in responses]
-            values = np.array([value for value, _ in measured], np.float32)  # [B, 3]
-            valid = np.array([valid for _, valid in measured])
+            options = {"stride": stride, "window": window, "method": method}
+            measured = [
+                measure_response(states, names=("effective_rank",), **options)
+                for states in responses
+            ]
+            values = np.array([[row[name] for name in RANKS] for row in measured], np.float32)
+            valid = ~np.isnan(values).any(axis=1)
             found.append(Correlation(source, window, stride, tokens[valid], *values[valid].T))
     return found
 
@@ -114,26 +102,37 @@ def correlation_table(correlations: Sequence[Correlation]) -> Table:
     table = Table(title=title, padding=0, box=box.SIMPLE_HEAD)
     for name, digits in COLUMNS.values():
         table.add_column(name, justify="left" if digits is None else "right", no_wrap=True)
-    for correlation in correlations:
-        columns = zip(_values(correlation), COLUMNS.values())
-        table.add_row(*(_text(value, digits) for value, (_, digits) in columns))
+    for found in correlations:
+        columns = zip(_values(found), COLUMNS.values())
+        table.add_row(
+            *(
+                value if digits is None else number_text(value, f".{digits}f")
+                for value, (_, digits) in columns
+            )
+        )
     return table
 
 
-def write_correlations(file: pathlib.Path, correlations: Sequence[Correlation]) -> None:
-    """Writes the table as CSV in full precision; a coefficient that does not exist is empty."""
-    rows = (["" if v != v else v for v in _values(correlation)] for correlation in correlations)
-    write_csv(file, COLUMNS, rows)
+def write_correlations(
+    directory: pathlib.Path, name: str, correlations: Sequence[Correlation]
+) -> None:
+    """Writes NAME.csv, the table in full precision, and NAME.png.
+
+    Several strides in one picture would hide each other, so only the middle one is drawn.
+    """
+    write_csv(directory / f"{name}.csv", COLUMNS, map(_values, correlations))
+    strides = sorted({c.stride for c in correlations})
+    drawn = [c for c in correlations if c.stride == strides[len(strides) // 2]]
+    draw_correlations(drawn).savefig(directory / f"{name}.png", dpi=110)
 
 
 def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
-    """Scatters ERV and ERA over ER; one column per window, one colour per source or stride.
+    """Scatters ERV and ERA over ER; one column per window, one colour per source.
 
     If ER spans more than a decade, its axis is logarithmic and the others are "symlog", so that ERV
     in proportion to ER gives a line of slope one.
     """
     windows = list(dict.fromkeys(c.window for c in correlations))
-    several_strides = len({c.stride for c in correlations}) > 1
     ranks = np.concatenate([c.effective_rank for c in correlations])
     wide = len(ranks) > 0 and ranks.max() > 10 * ranks.min() > 0
     figure = Figure(figsize=(3.6 * len(windows) + 0.4, 6.4), layout="constrained")
@@ -143,11 +142,10 @@ def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
         for row, (order, label) in enumerate(labels.items()):
             axes = grid[row][column]
             for index, c in enumerate(c for c in correlations if c.window == window):
-                name = f"{c.source}, stride {c.stride}" if several_strides else c.source
                 axes.scatter(
                     c.effective_rank, getattr(c, order), s=9, alpha=0.6, lw=0,
                     color=COLOURS[index % len(COLOURS)],
-                    label=f"{name}: r = {_text(c.with_rank(order), 2)}",
+                    label=f"{c.source}: r = {number_text(c.with_rank(order), '.2f')}",
                 )  # fmt: skip
             axes.set_title(f"window: {window}" if row == 0 else "", fontsize=10, loc="left")
             axes.set_ylabel(label if column == 0 else "")
@@ -171,26 +169,3 @@ def _values(c: Correlation) -> list[str | int | float]:
         for order in ("velocity", "acceleration")
     )
     return [c.source, c.window, c.stride, len(c.tokens), *means, *coefficients]
-
-
-def _text(value: str | int | float, digits: int | None) -> str:
-    """Text as it is; a number with fixed digits after the point; a dash for NaN."""
-    if isinstance(value, str):
-        return value
-    return "-" if value != value else f"{value:.{digits}f}"
-
-
-def _measure(
-    states: Float[np.ndarray, "T D"], stride: int, window: str, method: str
-) -> tuple[tuple[float, float, float], bool]:
-    """(ER, ERV, ERA) of one response, and whether all three are valid."""
-    bucket = max(next_power_of_two(len(states)), MIN_BUCKET)  # few shapes to compile
-    padded = np.zeros((1, bucket, states.shape[1]), states.dtype)
-    padded[0, : len(states)] = states
-    mask = np.arange(bucket)[None] < len(states)
-    names = ("effective_rank",)
-    measured = jax.device_get(
-        hidden_state_metrics(padded, mask, stride=stride, window=window, names=names, method=method)
-    )
-    orders = [measured[MetricKey("effective_rank", order)] for order in ORDERS]
-    return tuple(float(value[0]) for value, _ in orders), bool(orders[-1].valid[0])

@@ -21,21 +21,45 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from semrl_jax import metrics
 from semrl_jax.analysis import similarity
-from semrl_jax.analysis.study_sources import StudiedResponse
-from semrl_jax.metrics import MetricKey
-from semrl_jax.metrics.names import ORDERS, metric_name
+from semrl_jax.analysis.responses import MIN_BUCKET, RANKS, measure_response
+from semrl_jax.metrics.names import metric_name
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.rounding import next_power_of_two
 
-MIN_BUCKET = 64  # tokens; few shapes are compiled
 MIN_RESPONSES = 3  # two points always lie on a line
-RANKS = tuple(MetricKey("effective_rank", order).label for order in ORDERS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StudiedResponse:
+    """One response; arrays have an entry per token that the policy sampled, NaN or None: unknown.
+
+    Attributes:
+      prompt, sample: the prompt's number, and the number among its responses.
+      states: final states; row t produced token t.
+      token_ids: int32.
+      text: decoded.
+      score, correct: of the verifier; correct is 1.0 or 0.0.
+      logprobs: of the tokens under the unmodified distribution of the policy, nats.
+      entropies: of that distribution before each token, nats.
+      confidences: minus the mean log-probability of its 20 likeliest tokens (arXiv:2508.15260).
+        Higher is more confident: the other 19 are then unlikely.
+    """
+
+    prompt: int
+    sample: int
+    states: Float[np.ndarray, "T D"]
+    token_ids: Int[np.ndarray, " T"] | None = None
+    text: str | None = None
+    score: float = math.nan
+    correct: float = math.nan
+    logprobs: Float[np.ndarray, " T"] | None = None
+    entropies: Float[np.ndarray, " T"] | None = None
+    confidences: Float[np.ndarray, " T"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +161,7 @@ def _lidar(group: Group) -> float:
     states = [item.response.states for item in group.items if len(item.response.states)]
     if len(states) < 2:
         return math.nan
-    longest = _bucket(max(map(len, states)))
+    longest = max(next_power_of_two(max(map(len, states))), MIN_BUCKET)
     padded = np.stack([np.pad(rows, ((0, longest - len(rows)), (0, 0))) for rows in states])
     mask = np.arange(longest) < np.array([len(rows) for rows in states])[:, None]
     return float(metrics.lidar(padded, mask)) or math.nan  # at least 1 where it exists
@@ -179,7 +203,7 @@ PROMPT_MEASURES: dict[str, Callable[[Group], float]] = {
         for kind in ("ids", "words")
     },
 }
-NUM_OF_RELEASE = len(RESPONSE_MEASURES), len(PROMPT_MEASURES)  # 10 and 28
+# The measures so far are the 10 and 28 of the release.
 RESPONSE_MEASURES |= {
     "count_entropy": lambda item: _count_entropy(item.response.token_ids),
     "elliptical_novelty": lambda item: item.novelty,
@@ -214,14 +238,16 @@ def measure(
     Args:
       responses: those of a prompt one after the other.
       stride, window, method: as in `metrics.hidden_state_metrics`.
-      names: further metrics of the states, as in `metrics.hidden_state_metrics`; values only.
+      names: further metrics of the states; values only.
       wanted: which measures to compute; the others are left out.
 
     Raises:
       UserError: if fewer than three responses have two tokens, which an effective rank needs.
     """
     measured_names = tuple(dict.fromkeys(("effective_rank", *names)))
-    options = {"stride": stride, "window": window, "method": method, "orders": RANKS[:1]}
+    of_states = functools.partial(
+        measure_response, stride=stride, window=window, method=method, orders=RANKS[:1]
+    )
     rows, prompt_rows = [], []
     of_response = {name: f for name, f in RESPONSE_MEASURES.items() if wanted(name)}
     of_prompt = {name: f for name, f in PROMPT_MEASURES.items() if wanted(name)}
@@ -236,7 +262,7 @@ def measure(
             everyone = np.ones(len(group), bool)
             novelties = np.asarray(metrics.elliptical_novelty(_unit(features), everyone))
         items = [
-            Item(response, _of_states(response.states, measured_names, options), float(novelty))
+            Item(response, of_states(response.states, names=measured_names), float(novelty))
             for response, novelty in zip(group, novelties)
         ]
         found = [{name: f(item) for name, f in RESPONSE_MEASURES.items()} for item in items]
@@ -249,7 +275,7 @@ def measure(
         stacked = dict.fromkeys(RANKS, math.nan)
         if needs_stack:
             states = np.concatenate([response.states for response in group])
-            stacked = _of_states(states, RANKS[:1], options)
+            stacked = of_states(states, names=RANKS[:1])
         whole = Group(items, found, stacked, features)
         prompt_rows.append(
             {"prompt": prompt, "num_responses": len(group)}
@@ -278,21 +304,3 @@ def _count_entropy(token_ids: np.ndarray | None) -> float:
 
 def _mean_state(states: Float[np.ndarray, "T D"]) -> Float[np.ndarray, " D"]:
     return states.mean(axis=0) if len(states) else np.zeros(states.shape[1], np.float32)
-
-
-def _bucket(num_tokens: int) -> int:
-    return max(next_power_of_two(num_tokens), MIN_BUCKET)
-
-
-def _of_states(
-    states: Float[np.ndarray, "T D"], names: tuple[str, ...], options: dict[str, Any]
-) -> dict[str, float]:
-    """Metrics of one response by label; NaN where not valid."""
-    padded = np.zeros((1, _bucket(len(states)), states.shape[1]), np.float32)
-    padded[0, : len(states)] = states
-    mask = np.arange(padded.shape[1])[None] < len(states)
-    found = jax.device_get(metrics.hidden_state_metrics(padded, mask, names=names, **options))
-    return {
-        key.label: float(value[0]) if valid[0] else math.nan
-        for key, (value, valid) in found.items()
-    }

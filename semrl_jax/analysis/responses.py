@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from semrl_jax.metrics import Measurement, MetricKey, hidden_state_metrics, rank_series
+from semrl_jax.metrics import MetricKey, hidden_state_metrics, window_sizes
+from semrl_jax.metrics.names import ORDERS
+from semrl_jax.support.rounding import next_power_of_two
 
 # Column of the table, after "response" and "tokens" -> metric.
 COLUMNS = {
@@ -24,22 +27,12 @@ COLUMNS = {
     "entropy": MetricKey("response_entropy"),
     "curvature": MetricKey("curvature"),
 }
-_KEYS = tuple(COLUMNS.values())
+RANKS = tuple(MetricKey("effective_rank", order).label for order in ORDERS)
+LABELS = tuple(key.label for key in COLUMNS.values())
 MAX_TABLE_ROWS = 40
+MIN_BUCKET = 64  # tokens
 
-_rank_series = jax.jit(rank_series, static_argnames=("stride", "window", "method"))
-
-
-class MeasuredResponses(NamedTuple):
-    """Metrics of B responses.
-
-    Attributes:
-      num_tokens: int64.
-      metrics: [B] values and validities of COLUMNS; a value that is not valid is 0.0.
-    """
-
-    num_tokens: Int[np.ndarray, " B"]
-    metrics: dict[MetricKey, Measurement]
+Columns = dict[str, np.ndarray]  # of equal length
 
 
 class RankCurve(NamedTuple):
@@ -54,32 +47,47 @@ class RankCurve(NamedTuple):
     effective_rank: Float[np.ndarray, " K"]
 
 
+def measure_response(
+    hidden_states: Float[np.ndarray, "T D"],
+    response_mask: Bool[np.ndarray, " T"] | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """Metrics of one response by label; NaN where not valid.
+
+    Args:
+      response_mask: None: all rows count, and are padded, so that few lengths are compiled.
+      options: as in `metrics.hidden_state_metrics`, with the same errors.
+    """
+    if response_mask is None:
+        num_tokens = len(hidden_states)
+        response_mask = np.arange(max(next_power_of_two(num_tokens), MIN_BUCKET)) < num_tokens
+        missing = len(response_mask) - num_tokens
+        hidden_states = np.pad(hidden_states, ((0, missing), (0, 0)))
+    found = hidden_state_metrics(hidden_states[None], response_mask[None], **options)
+    return {
+        key.label: float(value[0]) if valid[0] else math.nan
+        for key, (value, valid) in jax.device_get(found).items()
+    }
+
+
 def measure_responses(
     hidden_states: Float[np.ndarray, "B T D"],
     response_mask: Bool[np.ndarray, "B T"],
-    *,
-    stride: int,
-    window: str = "exact",
-    method: str = "gram",
-) -> MeasuredResponses:
-    """Measures the responses on the device, one at a time.
+    **options: Any,
+) -> Columns:
+    """The number of each response, its tokens, and COLUMNS; NaN where not valid.
 
-    Arguments and errors as in `metrics.hidden_state_metrics`.
+    Options and errors as in `metrics.hidden_state_metrics`.
     """
-    options: dict[str, Any] = {"stride": stride, "window": window, "method": method}
-    names = tuple(dict.fromkeys(key.name for key in _KEYS))
-    rows = [
-        jax.device_get(
-            hidden_state_metrics(
-                states[None], mask[None], names=names, orders=("effective_rank",), **options
-            )
-        )
-        for states, mask in zip(hidden_states, response_mask)
+    names = tuple(dict.fromkeys(key.name for key in COLUMNS.values()))
+    measured = [
+        measure_response(*response, names=names, orders=("effective_rank",), **options)
+        for response in zip(hidden_states, response_mask)
     ]
-    metrics = {
-        key: Measurement(*map(np.concatenate, zip(*(row[key] for row in rows)))) for key in _KEYS
-    }
-    return MeasuredResponses(response_mask.sum(axis=1), metrics)
+    columns = {"response": np.arange(len(measured)), "tokens": response_mask.sum(axis=1)}
+    for label in LABELS:
+        columns[label] = np.array([row[label] for row in measured], np.float32)
+    return columns
 
 
 def rank_curve(
@@ -95,38 +103,43 @@ def rank_curve(
     Arguments and windows as in `metrics.rank_dynamics`; "later" ends with the whole response. The
     curve is empty if the response is shorter than the first prefix, or a valid row is not finite.
     """
-    found = _rank_series(hidden_states, response_mask, stride=stride, window=window, method=method)
-    values, num_tokens, count = jax.device_get(found)
-    return RankCurve(num_tokens[:count], values[:count])
+    name = ("effective_rank",)
+    options: dict[str, Any] = {"stride": stride, "window": window, "method": method}
+    found = hidden_state_metrics(
+        hidden_states[None], response_mask[None], names=name, series=name, **options
+    )
+    (values,), (valid,) = jax.device_get(found[MetricKey(*name, "series")])
+    sizes = window_sizes(int(response_mask.sum()), stride, window)[: valid.sum()]
+    return RankCurve(np.array(sizes, np.int32), values[valid])
 
 
-def response_table(measured: MeasuredResponses) -> Table:
+def response_table(measured: Columns) -> Table:
     """The metrics as a table: one line per response, and the means over valid values."""
     table = Table("response", "tokens", *COLUMNS, title="metrics of each response")
     for column in table.columns:
         column.justify = "right"
-    num_responses = len(measured.num_tokens)
-    columns = [measured.metrics[key] for key in _KEYS]
+    lengths, columns = measured["tokens"], [measured[label] for label in LABELS]
+    num_responses = len(lengths)
     for i in range(min(num_responses, MAX_TABLE_ROWS)):
-        cells = (f"{value[i]:.4g}" if valid[i] else "-" for value, valid in columns)
-        table.add_row(str(i), str(measured.num_tokens[i]), *cells)
+        table.add_row(str(i), str(lengths[i]), *(number_text(values[i]) for values in columns))
     if num_responses > MAX_TABLE_ROWS:
         table.add_row(f"{num_responses - MAX_TABLE_ROWS} more", *[""] * (len(COLUMNS) + 1))
     table.add_section()
-    means = (f"{value[valid].mean():.4g}" if valid.any() else "-" for value, valid in columns)
-    table.add_row("mean", f"{measured.num_tokens.mean():.1f}", *means)
-    table.add_row("valid", "", *(f"{valid.sum()}/{num_responses}" for _, valid in columns))
+    valid = [values[~np.isnan(values)] for values in columns]
+    means = (number_text(values.mean() if len(values) else math.nan) for values in valid)
+    table.add_row("mean", f"{lengths.mean():.1f}", *means)
+    table.add_row("valid", "", *(f"{len(values)}/{num_responses}" for values in valid))
     return table
 
 
-def write_responses(file: pathlib.Path, measured: MeasuredResponses) -> None:
-    """Writes one CSV line per response; the cell of a metric that is not valid is empty."""
-    columns = [measured.metrics[key] for key in _KEYS]
-    rows = (
-        [i, num_tokens, *(value[i] if valid[i] else "" for value, valid in columns)]
-        for i, num_tokens in enumerate(measured.num_tokens)
-    )
-    write_csv(file, ["response", "tokens", *(key.label for key in _KEYS)], rows)
+def number_text(value: float | int | np.floating, form: str = ".4g") -> str:
+    """The number in this form; a dash for NaN."""
+    return "-" if math.isnan(value) else f"{value:{form}}"
+
+
+def write_columns(file: pathlib.Path, columns: Columns) -> None:
+    """Writes columns of equal length as CSV; the cell of NaN is empty."""
+    write_csv(file, columns, zip(*columns.values()))
 
 
 def write_rank_curves(file: pathlib.Path, curves: Sequence[RankCurve]) -> None:
@@ -136,9 +149,11 @@ def write_rank_curves(file: pathlib.Path, curves: Sequence[RankCurve]) -> None:
 
 
 def write_csv(file: pathlib.Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Writes a CSV file with a header line."""
+    """Writes a CSV file with a header line; the cell of NaN is empty."""
     with open(file, "w", newline="") as out:
-        csv.writer(out).writerows([header, *rows])
+        writer = csv.writer(out)
+        writer.writerow(header)
+        writer.writerows(["" if cell != cell else cell for cell in row] for row in rows)
 
 
 def draw_rank_curves(curves: Sequence[RankCurve], *, window: str = "exact") -> Figure:

@@ -9,28 +9,22 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import pyarrow as pa
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from semrl_jax import models
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import read_json_object
-from semrl_jax.support.parquet import ParquetFile, check_token_ids, with_types
 
 MICRO_BATCH = 16
-COLUMNS = ("prompt_ids", "response_ids")
-MASK = "response_mask"  # without this column, the policy sampled every response token
 
 
 class RunSteps(NamedTuple):
     """The steps of a run with recorded responses and weights.
 
     Attributes:
-      workdir: of the run.
       start: directory of the weights that it began with.
-      policy: its architecture.
       stride: its metrics.stride.
       rollouts: step -> Parquet file; also of steps without weights.
       steps: ascending; at least one.
@@ -54,8 +48,7 @@ class RunSteps(NamedTuple):
 def find_steps(workdir: str | os.PathLike[str]) -> RunSteps:
     """The steps of a run whose weights still exist: a checkpoint, or for step 0 what it began with.
 
-    Raises:
-      UserError: if there is no run, or no such step.
+    Raises UserError if there is no run, or no such step.
     """
     workdir = pathlib.Path(workdir)
     try:
@@ -87,30 +80,6 @@ def find_steps(workdir: str | os.PathLike[str]) -> RunSteps:
     return RunSteps(workdir, start, policy, stride, rollouts, tuple(steps))
 
 
-def run_states(
-    workdir: str | os.PathLike[str],
-) -> tuple[dict[int, list[Float[np.ndarray, "_ D"]]], int]:
-    """Recomputes the hidden states from which the metrics of a run were computed.
-
-    Args:
-      workdir: of a run; every step of `find_steps` is included.
-
-    Returns:
-      Step -> float32 final states of its responses, one row for each token that the policy sampled:
-      the state whose logits produced it. And the run's metrics.stride.
-
-    Raises:
-      UserError: if there is no run, or no step with responses and weights.
-    """
-    run = find_steps(workdir)
-    states = {}
-    for step in run.steps:
-        prompts, responses, masks = _read_responses(run.rollouts[step])
-        found = response_states(run.policy, run.params(step), prompts, responses)
-        states[step] = [rows[mask] for rows, mask in zip(found, masks)]
-    return states, run.stride
-
-
 def response_states(
     policy: models.Policy,
     params: models.Params,
@@ -119,9 +88,8 @@ def response_states(
 ) -> list[Float[np.ndarray, "_ D"]]:
     """Final states of each response, from one right-padded forward pass per micro-batch.
 
-    Raises:
-      UserError: if a token is not of the policy's vocabulary. Its embedding would be that of
-        another token.
+    Raises UserError for a token beyond the policy's vocabulary: it would get another one's
+    embedding.
     """
     largest = max(int(ids.max(initial=0)) for ids in (*prompts, *responses))
     if largest >= policy.config.vocab_size:
@@ -148,34 +116,10 @@ def response_states(
     return states
 
 
-def _read_responses(
-    file: pathlib.Path,
-) -> tuple[list[np.ndarray], list[np.ndarray], list[Bool[np.ndarray, " _"]]]:
-    """Token ids of one step, and which response tokens the policy sampled."""
-    source = ParquetFile(file)
-    masked = MASK in source.names
-    table = source.table([name for name in (*COLUMNS, MASK) if name in source.names])
-    table = with_types(table, {MASK: pa.list_(pa.bool_())}, file)
-    missing = set(COLUMNS) - set(table.column_names)
-    if missing or not len(table):
-        raise UserError(f"{file} must hold responses with the columns {', '.join(COLUMNS)}.")
-    check_token_ids(table, file)
-    prompts, responses = (
-        [np.asarray(ids, np.int32) for ids in table[name].to_pylist()] for name in COLUMNS
-    )
-    if not masked:
-        return prompts, responses, [np.ones(len(ids), bool) for ids in responses]
-    return prompts, responses, [np.asarray(mask, bool) for mask in table[MASK].to_pylist()]
-
-
 def load_weights(
     checkpoint: pathlib.Path | None, start: pathlib.Path, policy: models.Policy
 ) -> models.Params:
-    """The weights of a checkpoint, or without one those in the directory `start`.
-
-    Raises:
-      UserError: if the checkpoint is damaged.
-    """
+    """The weights of a checkpoint, or without one those in `start`; UserError if it is damaged."""
     if checkpoint is None:
         return models.load_params(start, policy.config)
     if problem := checkpoint_problem(checkpoint):

@@ -30,15 +30,11 @@ DTYPES = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32,
 def read_states(
     path: str | os.PathLike[str],
 ) -> tuple[Float[np.ndarray, "B T D"], Bool[np.ndarray, "B T"]]:
-    """Reads `hidden_states` and `response_mask` of a file.
+    """Reads `hidden_states` and `response_mask` of an .npz or .safetensors file.
 
-    Args:
-      path: .npz or .safetensors. `hidden_states` is [B, T, D], or [T, D] for one response, in
-        float16, float32, float64 or, in safetensors, bfloat16; rows outside the mask may hold
-        anything. `response_mask` is bool with its leading axes; without it every row counts.
-
-    Returns:
-      States in the dtype of the file, and the mask.
+    `hidden_states` is [B, T, D], or [T, D] for one response, in float16, float32, float64 or, in
+    safetensors, bfloat16; rows outside the mask may hold anything. `response_mask` is bool with its
+    leading axes; without it every row counts. The states keep their dtype.
 
     Raises:
       UserError: naming the file and what is wrong with it.
@@ -52,9 +48,8 @@ def read_arrays(
 ) -> dict[str, np.ndarray]:
     """Reads what `read_states` reads, by name, and further arrays of the file.
 
-    Args:
-      path: as in `read_states`.
-      optional: array -> how many of the axes [B, T] it has, and the kinds of its dtype as in NumPy.
+    `optional` has for each of these how many of the axes [B, T] it has, and the kinds of its dtype
+    as in NumPy.
     """
     file = pathlib.Path(path)
     if file.suffix not in (".npz", ".safetensors"):

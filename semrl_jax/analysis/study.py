@@ -65,10 +65,9 @@ class StudyCorrelation(NamedTuple):
 
 
 def check_measures(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names that are metrics of METRICS and no measures of a study anyhow.
+    """The names that are metrics of METRICS and no measures of a study anyhow.
 
-    Raises:
-      UserError: for a name that is neither.
+    Raises UserError for a name that is neither.
     """
     known = [*RESPONSE_MEASURES, *PROMPT_MEASURES, *METRICS]
     for name in names:
@@ -147,8 +146,8 @@ def _unit(values: Float[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
         return values
     centred = values - values.mean()
     scale = np.abs(centred).max()
-    # A centred constant consists of rounding errors.
-    return centred / scale if scale > 1e-9 * np.abs(values).max() else 0 * centred
+    # A centred constant consists of the rounding errors of float32.
+    return centred / scale if scale > 1e-6 * np.abs(values).max() else 0 * centred
 
 
 def _pearson(moments: Float[np.ndarray, "N 4 4"], *, partial: bool) -> Float[np.ndarray, " N"]:

@@ -12,15 +12,8 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from semrl_jax.analysis.measures import Measured
-from semrl_jax.analysis.responses import write_csv
-from semrl_jax.analysis.study import (
-    KEYS,
-    PAIRS,
-    PANELS,
-    SUBSETS,
-    StudyCorrelation,
-    short,
-)
+from semrl_jax.analysis.responses import write_columns, write_csv
+from semrl_jax.analysis.study import KEYS, PAIRS, PANELS, SUBSETS, StudyCorrelation, short
 
 CORRECT, WRONG, UNKNOWN = "#1f5fa8", "#d1662a", "#6b6b6b"
 # Unit of a measure, for the axes.
@@ -44,11 +37,9 @@ def write_study(
     for name, table in (("responses", measured.responses), ("prompts", measured.prompts)):
         columns = {key: pa.array(values, from_pandas=False) for key, values in table.items()}
         pq.write_table(pa.table(columns), output / f"{name}.parquet")
-        rows = zip(*(values.tolist() for values in table.values()))
-        write_csv(output / f"{name}.csv", table, (map(_cell, row) for row in rows))
+        write_columns(output / f"{name}.csv", table)
         names += [f"{name}.parquet", f"{name}.csv"]
-    rows = (map(_cell, row) for row in found)
-    write_csv(output / "correlations.csv", StudyCorrelation._fields, rows)
+    write_csv(output / "correlations.csv", StudyCorrelation._fields, found)
     figures = {
         "figure1.png": draw_panels(measured, found),
         "correlations.png": draw_intervals(found),
@@ -57,10 +48,6 @@ def write_study(
     for name, figure in figures.items():
         figure.savefig(output / name, dpi=110)
     return [*names, "correlations.csv", *figures]
-
-
-def _cell(value):
-    return "" if isinstance(value, float) and math.isnan(value) else value
 
 
 def draw_panels(measured: Measured, found: Sequence[StudyCorrelation]) -> Figure:

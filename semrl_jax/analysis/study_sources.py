@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 from safetensors import safe_open
 
 from semrl_jax import models
-from semrl_jax.analysis.runs import find_steps, load_weights, response_states
+from semrl_jax.analysis.measures import StudiedResponse
+from semrl_jax.analysis.runs import RunSteps, find_steps, load_weights, response_states
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.metrics.names import FINAL_LAYER
@@ -42,41 +43,12 @@ _TYPES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class StudiedResponse:
-    """One response; arrays have an entry per token that the policy sampled, NaN or None: unknown.
-
-    Attributes:
-      prompt, sample: the prompt's number, and the number among its responses.
-      states: final states; row t produced token t.
-      token_ids: int32.
-      text: decoded.
-      score, correct: of the verifier; correct is 1.0 or 0.0.
-      logprobs: of the tokens under the unmodified distribution of the policy, nats.
-      entropies: of that distribution before each token, nats.
-      confidences: minus the mean log-probability of its 20 likeliest tokens (arXiv:2508.15260).
-        Higher is more confident: the other 19 are then unlikely.
-    """
-
-    prompt: int
-    sample: int
-    states: Float[np.ndarray, "T D"]
-    token_ids: Int[np.ndarray, " T"] | None = None
-    text: str | None = None
-    score: float = math.nan
-    correct: float = math.nan
-    logprobs: Float[np.ndarray, " T"] | None = None
-    entropies: Float[np.ndarray, " T"] | None = None
-    confidences: Float[np.ndarray, " T"] | None = None
-
-
 def of_run(
     workdir: str | os.PathLike[str], step: int | None
 ) -> tuple[Iterator[StudiedResponse], str, int]:
     """The responses of one step of a run, their states recomputed from its weights.
 
     Args:
-      workdir: of a run.
       step: with recorded responses and weights; None: the last one.
 
     Returns:
@@ -91,9 +63,25 @@ def of_run(
         raise UserError(
             f"--step={step}: {workdir} has responses and weights of the steps {list(run.steps)}."
         )
+    params = run.params(step)
+    responses = responses_of_step(run, step, params)
+    each = (with_probabilities(response, run.policy, params) for response in responses)
+    return each, f"{workdir}, step {step}", run.stride
+
+
+def states_of_run(
+    workdir: str | os.PathLike[str],
+) -> tuple[dict[int, list[Float[np.ndarray, "_ D"]]], int]:
+    """Final states of the responses of each step in `find_steps`, and the run's metrics.stride."""
+    run = find_steps(workdir)
+    responses = {step: responses_of_step(run, step, run.params(step)) for step in run.steps}
+    return {step: [each.states for each in found] for step, found in responses.items()}, run.stride
+
+
+def responses_of_step(run: RunSteps, step: int, params: models.Params) -> Iterator[StudiedResponse]:
+    """The recorded responses of a step, with the states that `params` give their tokens."""
     table = _read(run.rollouts[step], ("group_id", "sample_index", "prompt_ids", "response_ids"))
     rows = sorted(table.to_pylist(), key=lambda row: row["group_id"])
-    params = run.params(step)
     prompts, ids = (
         [np.asarray(row[name], np.int32) for row in rows] for name in ("prompt_ids", "response_ids")
     )
@@ -109,10 +97,9 @@ def of_run(
                     f"{run.rollouts[step]}: a response has {len(token_ids)} tokens and a mask of "
                     f"{len(mask)}; it is damaged, so name another step."
                 )
-            item = _of_row(row, row["group_id"], response[mask], token_ids[mask])
-            yield with_probabilities(item, run.policy, params)
+            yield _of_row(row, row["group_id"], response[mask], token_ids[mask])
 
-    return each(), f"{workdir}, step {step}", run.stride
+    return each()
 
 
 def of_generated(
@@ -120,12 +107,8 @@ def of_generated(
 ) -> tuple[Iterator[StudiedResponse], str]:
     """The responses of a directory of `launch.generate`, with their recorded states.
 
-    Args:
-      directory: with responses.parquet and states.index.json.
-      policy: see `load_policy`; None: entropies and confidences are unknown.
-
-    Raises:
-      UserError: if no decoded states of the final layer were recorded, or a file is damaged.
+    `policy` is as in `load_policy`; None: entropies and confidences are unknown. Raises UserError
+    if no decoded states of the final layer were recorded, or a file is damaged.
     """
     if not (directory / STATES_INDEX).is_file():
         raise UserError(
@@ -215,8 +198,7 @@ def with_probabilities(
 ) -> StudiedResponse:
     """Adds what the final states say about the policy's distribution of each token.
 
-    Raises:
-      UserError: if the width of the states is not the hidden size of the policy.
+    Raises UserError if the width of the states is not the hidden size of the policy.
     """
     num_tokens, width = response.states.shape
     if width != policy.config.hidden_size:

@@ -1,7 +1,12 @@
 """Prompt datasets, templates, tokenizers, padding, and the arithmetic quickstart task."""
 
-from semrl_jax.data.conversations import Conversation, ConversationDataset, load_conversations
-from semrl_jax.data.demonstrations import Demonstrations, arithmetic_demonstrations
+from semrl_jax.data.conversations import (
+    Conversation,
+    ConversationDataset,
+    conversation_reader,
+    load_conversations,
+)
+from semrl_jax.data.demonstrations import Demonstrations, demonstration_rows
 from semrl_jax.data.encoding import (
     check_ids,
     check_vocabulary,
@@ -15,7 +20,6 @@ from semrl_jax.data.padding import pad_response_values, pad_rows
 from semrl_jax.data.prompts import (
     PromptDataset,
     PromptExample,
-    arithmetic_held_out_prompts,
     arithmetic_prompts,
     build_dataset,
     columns_hash,
@@ -39,49 +43,13 @@ from semrl_jax.data.tokenizer import (
 )
 
 __all__ = [
-    "chosen_template",
-    "BadRows",
-    "Conversation",
-    "ConversationDataset",
-    "Demonstrations",
-    "PromptDataset",
-    "PromptExample",
-    "RowError",
-    "StopMatcher",
-    "TokenBytes",
-    "arithmetic_demonstrations",
-    "arithmetic_held_out_prompts",
-    "arithmetic_prompts",
-    "build_dataset",
-    "character_tokenizer",
-    "batch_rows",
-    "check_file",
-    "check_ids",
-    "check_row_format",
-    "columns_hash",
-    "check_same_tokens",
-    "check_vocabulary",
-    "dataset_hash",
-    "encode",
-    "expand_stop_words",
-    "full_text",
-    "is_chat",
-    "load_conversations",
-    "load_prompts",
-    "load_tokenizer",
-    "next_prompts",
-    "pad_response_values",
-    "pad_rows",
-    "prompt_order",
-    "prompts_of_problems",
-    "read_rows",
-    "read_shots",
-    "row_reader",
-    "set_chat_template",
-    "special_prefix",
-    "stop_word_ids",
-    "template_line",
-    "tokenizer_hash",
-    "train_tokenizer",
-    "verifier_text",
-]
+    "BadRows", "Conversation", "ConversationDataset", "Demonstrations", "PromptDataset",
+    "PromptExample", "RowError", "StopMatcher", "TokenBytes", "arithmetic_prompts", "batch_rows",
+    "build_dataset", "character_tokenizer", "check_file", "check_ids", "check_row_format",
+    "check_same_tokens", "check_vocabulary", "chosen_template", "columns_hash",
+    "conversation_reader", "dataset_hash", "demonstration_rows", "encode", "expand_stop_words",
+    "full_text", "is_chat", "load_conversations", "load_prompts", "load_tokenizer", "next_prompts",
+    "pad_response_values", "pad_rows", "prompt_order", "prompts_of_problems", "read_rows",
+    "read_shots", "row_reader", "set_chat_template", "special_prefix", "stop_word_ids",
+    "template_line", "tokenizer_hash", "train_tokenizer", "verifier_text",
+]  # fmt: skip

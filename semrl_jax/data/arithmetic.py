@@ -62,11 +62,8 @@ def demonstration_texts(
 ) -> list[tuple[str, str]]:
     """(prompt, response) pairs of the forgetful teacher.
 
-    Args:
-      seed: not negative.
-      size: number of pairs.
-      forget_probability: in [0, 1], the chance per column that an incoming carry of 1 is written
-        as 0; 0 is a teacher without mistakes.
+    `forget_probability`, in [0, 1], is the chance per column that an incoming carry of 1 is written
+    as 0; 0 is a teacher without mistakes.
     """
     draws = np.random.default_rng((seed, _FORGET_STREAM)).random((size, NUM_COLUMNS))
     return [
@@ -95,9 +92,7 @@ def worked_response(
 ) -> str:
     """The worked text, 46 to 52 characters.
 
-    Args:
-      problem: the problem.
-      forget: for each column from the right, whether its incoming carry is written as 0.
+    `forget` tells for each column from the right whether its incoming carry is written as 0.
     """
     left, operator, right = problem
     sign = 1 if operator == "+" else -1

@@ -40,7 +40,6 @@ def render_chat(
 
     Args:
       tokenizer: its special tokens are given to the template.
-      template: a Jinja template.
       conversations: messages, and whether the begin of the assistant's next message is added.
       with_marks: whether the marks are found.
 

@@ -20,20 +20,12 @@ from jaxtyping import Bool, Int
 
 from semrl_jax.data.chat_templates import Rendered, TemplateError, render_chat
 from semrl_jax.data.encoding import encode_spans, special_prefix
-from semrl_jax.data.files import Row, RowError
+from semrl_jax.data.files import RowError
 from semrl_jax.data.loading import FilePath, rows_of_files
-from semrl_jax.data.rows import (
-    MAX_TEXT_CHARS,
-    BadRows,
-    check_text,
-    field_value,
-    question_text,
-)
+from semrl_jax.data.rows import MAX_TEXT_CHARS, BadRows, check_text, field_value, question_text
 from semrl_jax.data.templates import chat_template_text, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
-from semrl_jax.settings.sft import ROW_FORMATS, TOO_LONG
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.fields import one_of
 
 ROLES = ("system", "user", "assistant")
 # Fields of a message that change what it means. Ignoring them would train on something else.
@@ -89,14 +81,8 @@ class ConversationDataset:
 def load_conversations(
     paths: Sequence[FilePath],
     tokenizer: Tokenizer,
+    reader: MessagesReader | CompletionReader,
     *,
-    row_format: str = "messages",
-    messages_field: str = "messages",
-    prompt_fields: Sequence[str] = ("prompt",),
-    completion_field: str = "completion",
-    template: str = "plain",
-    system_prompt: str = "",
-    add_special_tokens: bool = True,
     skip_bad_rows: bool = False,
     max_tokens: int = 2048,
     too_long: str = "drop",
@@ -107,14 +93,7 @@ def load_conversations(
     """Loads JSON Lines (.jsonl) and Parquet (.parquet) files, in the order given.
 
     Args:
-      paths: the files.
-      tokenizer: a fast one, which knows the place of each token in the text.
-      row_format: "messages": a list of messages with role and content, rendered by the chat
-        template of the tokenizer. "prompt_completion": two texts; the prompt gets the template, and
-        the end token follows the completion.
-      messages_field: of "messages".
-      prompt_fields, completion_field, template, system_prompt, add_special_tokens: of
-        "prompt_completion"; as in `load_prompts`. The completion is not changed.
+      reader: see `conversation_reader`.
       skip_bad_rows: leave bad rows out and count them, instead of raising.
       max_tokens: the limit of a conversation, template included.
       too_long: "drop" leaves out and counts a conversation above the limit; "truncate" keeps its
@@ -124,25 +103,10 @@ def load_conversations(
       report: gets lines about rows left out, and every few seconds the progress.
 
     Raises:
-      UserError: if an argument is wrong; if a file is missing, unreadable, empty or given twice; if
-        a row is bad and bad rows are not skipped; or if no conversation is left. The message names
-        the file, the line (counted from 1) and the field.
+      UserError: if a file is missing, unreadable, empty or given twice; if a row is bad and bad
+        rows are not skipped; or if no conversation is left. The message names the file, the line
+        (counted from 1) and the field.
     """
-    one_of("sft.row_format", row_format, ROW_FORMATS)
-    one_of("sft.too_long", too_long, TOO_LONG)
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(
-            "the tokenizer cannot tell where its tokens begin in the text; give a model directory "
-            "with a tokenizer.json."
-        )
-    reader: MessagesReader | CompletionReader
-    if row_format == "messages":
-        reader = MessagesReader(tokenizer, messages_field)
-    else:
-        reader = CompletionReader(
-            tokenizer, tuple(prompt_fields), completion_field, template, system_prompt,
-            add_special_tokens,
-        )  # fmt: skip
     files = [pathlib.Path(path) for path in paths]
     names = ", ".join(map(str, files))
     bad_rows = BadRows(skip_bad_rows, report)
@@ -218,8 +182,52 @@ def conversation_of(
     return Conversation(token_ids[: places[-1] + 1], loss_mask[: places[-1] + 1])
 
 
+def conversation_reader(
+    tokenizer: Tokenizer,
+    *,
+    row_format: str = "messages",
+    messages_field: str = "messages",
+    prompt_fields: Sequence[str] = ("prompt",),
+    completion_field: str = "completion",
+    template: str = "plain",
+    system_prompt: str = "",
+    add_special_tokens: bool = True,
+) -> MessagesReader | CompletionReader:
+    """Makes the reader of a format.
+
+    Args:
+      tokenizer: a fast one, which knows the place of each token in the text.
+      row_format: "messages": a list of messages with role and content, rendered by the chat
+        template of the tokenizer. "prompt_completion": two texts; the prompt gets the template, and
+        the end token follows the completion.
+      messages_field: of "messages"; the other fields and options are of "prompt_completion", as in
+        `load_prompts`. The completion is not changed.
+
+    Raises:
+      UserError: for a tokenizer, field or template that cannot be used.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            "the tokenizer cannot tell where its tokens begin in the text; give a model directory "
+            "with a tokenizer.json."
+        )
+    if row_format == "messages":
+        return MessagesReader(tokenizer, messages_field)
+    return CompletionReader(
+        tokenizer, tuple(prompt_fields), completion_field, template, system_prompt,
+        add_special_tokens,
+    )  # fmt: skip
+
+
+class _Reader:
+    """Reads the columns of `fields`; see `loading.rows_of_files`."""
+
+    optional_fields = ()
+    keep_columns = False
+
+
 @dataclasses.dataclass(frozen=True)
-class CompletionReader:
+class CompletionReader(_Reader):
     """Reads rows with a prompt and a completion."""
 
     tokenizer: Tokenizer
@@ -231,20 +239,15 @@ class CompletionReader:
 
     def __post_init__(self):
         if not self.prompt_fields or not all((*self.prompt_fields, self.completion_field)):
-            raise UserError(
-                f"sft.prompt_fields={self.prompt_fields} and sft.completion_field="
-                f"{self.completion_field!r} must each name a field."
-            )
+            raise UserError("sft.prompt_fields and sft.completion_field must each name a field.")
         self._render(["1"])  # a wrong template is named before any file is read
 
     @property
     def fields(self) -> tuple[str, ...]:
         return (*self.prompt_fields, self.completion_field)
 
-    def read(self, row: Row, default_source: str) -> Conversation:
+    def read(self, row: dict[str, Any], default_source: str) -> Conversation:
         """Tokenises prompt and completion; RowError if the row is bad."""
-        if isinstance(row, RowError):
-            raise row
         if self.completion_field not in row and "messages" in row:
             raise RowError(
                 f"field {self.completion_field!r} is missing; rows of messages are read with "
@@ -280,7 +283,7 @@ class CompletionReader:
 
 
 @dataclasses.dataclass(frozen=True)
-class MessagesReader:
+class MessagesReader(_Reader):
     """Reads rows with a list of messages, and renders them by the tokenizer's chat template."""
 
     tokenizer: Tokenizer
@@ -306,10 +309,8 @@ class MessagesReader:
     def fields(self) -> tuple[str, ...]:
         return (self.field,)
 
-    def read(self, row: Row, default_source: str) -> Conversation:
+    def read(self, row: dict[str, Any], default_source: str) -> Conversation:
         """Tokenises the conversation; RowError if the row is bad."""
-        if isinstance(row, RowError):
-            raise row
         if self.field not in row and {"prompt", "completion"} <= row.keys():
             raise RowError(
                 f"field {self.field!r} is missing; rows with a prompt and a completion are read "
@@ -335,8 +336,8 @@ class MessagesReader:
         num_responses = sum(message["role"] == "assistant" for message in messages)
         if num_runs != num_responses:
             raise RowError(
-                f"the chat template marks {num_runs} texts as generated, but the number of "
-                f"assistant messages is {num_responses}."
+                f"the chat template marks {num_runs} texts as generated, of {num_responses} "
+                "assistant messages."
             )
         return token_ids, mask
 
@@ -422,18 +423,12 @@ def check_messages(messages: Any, field: str) -> list[Message]:
                 f"{where} is the assistant's; put the system's or the user's message before it."
             )
         if checked and checked[-1]["role"] == role:
-            raise RowError(
-                f"{where} is the {role}'s, as the one before; user and assistant must alternate: "
-                "join the two."
-            )
+            raise RowError(f"{where} is the {role}'s, as the one before; join the two.")
         check_text(f"{field}.{number - 1}.content", content)
         checked.append({"role": role, "content": content})
         num_chars += len(content)
         if num_chars > MAX_TEXT_CHARS:
-            raise RowError(
-                f"field {field!r} has more than {MAX_TEXT_CHARS} characters; shorten it, or remove "
-                "the row."
-            )
+            raise RowError(f"{field!r} has more than {MAX_TEXT_CHARS} characters; shorten it.")
     if not any(message["role"] == "assistant" for message in checked):
         raise RowError(f"field {field!r} has no assistant message, so nothing can be learned.")
     return checked

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool
 
-from semrl_jax.data import arithmetic
+from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 from semrl_jax.data.encoding import encode, special_prefix
 from semrl_jax.data.padding import PaddedTokens, pad_rows
 from semrl_jax.data.tokenizer import Tokenizer
@@ -30,20 +30,14 @@ def demonstration_rows(
     tokenizer: Tokenizer,
     pairs: Sequence[tuple[str, str]],
     *,
-    prompt_length: int,
-    response_length: int,
+    prompt_length: int = MAX_PROMPT_TOKENS,
+    response_length: int = MAX_RESPONSE_TOKENS,
 ) -> Demonstrations:
     """Tokenises (prompt, response) pairs and ends each response with the end token.
 
-    Prompt and response are tokenised separately, as in sampling.
-
-    Args:
-      tokenizer: with end and padding tokens.
-      pairs: texts.
-      prompt_length, response_length: in tokens, the end token included.
-
-    Raises:
-      ValueError: if there is no pair, or a text is too long.
+    Prompt and response are tokenised separately, as in sampling. The lengths are in tokens, the end
+    token included; by default they fit the quickstart task. Raises ValueError if there is no
+    pair, or a text is too long.
     """
     if not pairs:
         raise ValueError("there are no demonstrations.")
@@ -61,15 +55,3 @@ def demonstration_rows(
     )
     is_response = np.arange(prompt_length + response_length) >= prompt_length  # [S]
     return Demonstrations(**vars(rows), loss_mask=(rows.segment_ids == 1) & is_response)
-
-
-def arithmetic_demonstrations(
-    tokenizer: Tokenizer, seed: int, size: int, *, forget_probability: float = 0.8
-) -> Demonstrations:
-    """The forgetful teacher's demonstrations; see `arithmetic.demonstration_texts`."""
-    return demonstration_rows(
-        tokenizer,
-        arithmetic.demonstration_texts(seed, size, forget_probability=forget_probability),
-        prompt_length=arithmetic.MAX_PROMPT_TOKENS,
-        response_length=arithmetic.MAX_RESPONSE_TOKENS,
-    )

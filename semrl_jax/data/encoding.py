@@ -22,14 +22,9 @@ def special_prefix(
 ) -> list[int]:
     """The tokens before every prompt: those that the tokenizer adds before a text by default.
 
-    This is the beginning-of-sequence token of Llama, Mistral and Gemma, and nothing with Qwen. A
-    tokenizer may also add an end token after a text. A response must follow, so that one is left
-    out.
-
-    Args:
-      tokenizer: see `tokenizer.load_tokenizer`.
-      template: see `templates.prompt_renderer`. A chat template writes its special tokens itself.
-      add_special_tokens: False: no tokens.
+    This is the beginning-of-sequence token of Llama, Mistral and Gemma, and nothing with Qwen. An
+    end token that a tokenizer adds after a text is left out, because a response must follow. There
+    are none without `add_special_tokens`, and none with a chat template, which writes its own.
     """
     if not add_special_tokens or is_chat(template):
         return []
@@ -43,11 +38,8 @@ def special_prefix(
 def encode(tokenizer: Tokenizer, texts: Sequence[str], prefix: Sequence[int]) -> list[list[int]]:
     """Token ids of prompts; [] for a text without a token.
 
-    Args:
-      tokenizer: see `tokenizer.load_tokenizer`.
-      texts: with their template.
-      prefix: see `special_prefix`. A text that begins with it, because its template writes it, does
-        not get it twice.
+    A text that begins with the prefix (see `special_prefix`), because its template writes it, does
+    not get it twice.
     """
     if not texts:  # the tokenizer does not accept an empty batch
         return []
@@ -62,7 +54,6 @@ def encode_spans(
 
     Args:
       tokenizer: a fast one.
-      text: tokenised as a whole.
       spans: first character and the one after the last.
       prefix: as in `encode`; its tokens are in no span.
     """
@@ -92,7 +83,6 @@ def template_line(
 
     Args:
       of: what the prompts are for, the beginning of the line.
-      template, tokenizer, add_special_tokens: as in `special_prefix`.
       fields: names of the settings for template and special tokens.
     """
     shown = f"{of}: template {template!r:.100}"
@@ -113,15 +103,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, place: str) -> None:
     """Checks that the model has an embedding for every token that the tokenizer may write.
 
     Special tokens are allowed beyond the vocabulary: the text models of Gemma 3 have the tokenizer
-    of the models with images. `check_ids` finds a prompt with one.
-
-    Args:
-      tokenizer: of the model.
-      vocab_size: of the model.
-      place: the beginning of the error message.
-
-    Raises:
-      UserError: naming a token.
+    of the models with images. `check_ids` finds a prompt with one. `place` begins the message of
+    the UserError, which names a token.
     """
     beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= vocab_size}
     if not beyond:
@@ -143,8 +126,7 @@ def check_ids(
 ) -> None:
     """Checks token ids of prompts or conversations, each with its name, against the vocabulary.
 
-    Raises:
-      UserError: naming the first one with a token that the model has no embedding for.
+    Raises UserError for the first one with a token that the model has no embedding for.
     """
     for name, ids in named:
         if len(ids) and ids.max() >= vocab_size:

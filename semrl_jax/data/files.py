@@ -36,7 +36,6 @@ def read_rows(
     """Reads a JSON Lines (.jsonl, UTF-8) or Parquet (.parquet) file in constant memory.
 
     Args:
-      path: the file.
       fields: paths into the rows, see `rows.RowReader`. A Parquet file must have their columns,
         and only these are read; () reads all. From JSON Lines every field is read.
       optional_fields: the same for fields that a file may lack.

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from semrl_jax.data.rows import Problem
 from semrl_jax.support.errors import UserError
 
 FIELD = "data.reasoning_gym"
@@ -45,21 +46,8 @@ class Source(NamedTuple):
     contains: str = ""
 
 
-class Problem(NamedTuple):
-    """A problem, and the row from which `remade` makes it again, as JSON."""
-
-    question: str
-    answer: str
-    source: str
-    row: str
-
-
 def sources(entries: Sequence[str]) -> list[Source]:
-    """Reads the entries; the package is not needed.
-
-    Raises:
-      UserError: for an entry of another form, or two with the same name.
-    """
+    """Reads the entries; UserError for one of another form, or two with the same name."""
     found: list[Source] = []
     for entry in entries:
         dataset, *settings = entry.split(":")
@@ -90,10 +78,8 @@ def training_problems(
 ) -> list[Problem]:
     """Problems for training, without those of `held_out_problems`.
 
-    The entries take turns by their weights. The same arguments give the same problems.
-
-    Raises:
-      UserError: if a data set cannot be made, or has too few problems that are not held out.
+    The entries take turns by their weights. The same arguments give the same problems. Raises
+    UserError if a data set cannot be made, or has too few problems that are not held out.
     """
     held_out = {problem.question for problem in held_out_problems(entries, num_held_out)}
     found: list[Problem] = []
@@ -117,8 +103,7 @@ def training_problems(
 def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
     """`count` different problems of each entry; they do not depend on the seed of the run.
 
-    Raises:
-      UserError: if a data set cannot be made or has fewer problems.
+    Raises UserError if a data set cannot be made or has fewer problems.
     """
     found: list[Problem] = []
     for source in entries:
@@ -151,11 +136,7 @@ class DataSet(NamedTuple):
 
 
 def data_sets() -> list[DataSet]:
-    """All of them, by group and name.
-
-    Raises:
-      UserError: if the package is missing.
-    """
+    """All of them, by group and name; UserError if the package is missing."""
     found = []
     for name, (dataset, config) in _package().DATASETS.items():
         texts = (inspect.cleandoc(each.__doc__ or "") for each in (dataset, config))
@@ -169,8 +150,7 @@ def data_sets() -> list[DataSet]:
 def options(source: Source) -> dict[str, tuple[str, str]]:
     """Value and default of each option of an entry, as an entry gives them.
 
-    Raises:
-      UserError: if the package is missing, or there is no such data set or option.
+    Raises UserError if the package is missing, or there is no such data set or option.
     """
     defaults = {f.name: _default(f) for f in _option_fields(source.dataset, source.options)}
     return {
@@ -180,11 +160,7 @@ def options(source: Source) -> dict[str, tuple[str, str]]:
 
 
 def examples(source: Source, count: int) -> list[Problem]:
-    """The first held-out problems of an entry.
-
-    Raises:
-      UserError: if the data set cannot be made or has fewer problems.
-    """
+    """The first held-out problems of an entry; UserError if it cannot be made or has fewer."""
     found = list(itertools.islice(_problems(source, HELD_OUT_SEED, count), count))
     if len(found) < count:
         raise UserError(
@@ -202,8 +178,7 @@ def containing(source: Source) -> str:
 def remade(row: Any) -> tuple[Any, dict[str, Any]]:
     """The data set of a problem's row and its entry, for the scorer.
 
-    Raises:
-      UserError: if the row has none, or the package is missing.
+    Raises UserError if the row has none, or the package is missing.
     """
     made = row.get(COLUMN) if isinstance(row, dict) else None
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -73,8 +73,6 @@ def next_prompts(
     """Reads from a position on, into the next epochs if necessary.
 
     Args:
-      dataset: not empty.
-      seed: not negative.
       position: (epoch, cursor), 0 <= cursor <= size.
       count: prompts to read; may exceed the dataset.
 
@@ -119,11 +117,9 @@ def build_dataset(
 
     Args:
       rows: prompt texts including the template, and reference answers.
-      tokenizer: see `tokenizer.load_tokenizer`.
       data_source, template: stored with every example.
       max_prompt_tokens: the limit, in tokens.
-      add_special_tokens: whether the special tokens that the tokenizer adds before a text by
-        default, such as BOS, come before a prompt; training and evaluation must agree.
+      add_special_tokens: see `encoding.special_prefix`; training and evaluation must agree.
 
     Raises:
       UserError: if no prompt is left.
@@ -149,18 +145,17 @@ def build_dataset(
 
 
 def arithmetic_prompts(
-    tokenizer: Tokenizer, seed: int, size: int, add_special_tokens: bool = True
+    tokenizer: Tokenizer, problems: Sequence[arithmetic.Problem], add_special_tokens: bool = True
 ) -> PromptDataset:
-    """Training prompts of the quickstart task."""
-    problems = arithmetic.training_problems(seed, size)
-    return _arithmetic_dataset(tokenizer, problems, add_special_tokens)
-
-
-def arithmetic_held_out_prompts(
-    tokenizer: Tokenizer, size: int = arithmetic.NUM_HELD_OUT, add_special_tokens: bool = True
-) -> PromptDataset:
-    """The first `size` of the 512 test prompts of the quickstart task, which training never has."""
-    return _arithmetic_dataset(tokenizer, arithmetic.held_out_problems()[:size], add_special_tokens)
+    """Prompts of the quickstart task."""
+    return build_dataset(
+        [(arithmetic.prompt_text(p), arithmetic.reference_answer(p)) for p in problems],
+        tokenizer,
+        data_source="arithmetic",
+        template=arithmetic.QUESTION_TEMPLATE,
+        max_prompt_tokens=arithmetic.MAX_PROMPT_TOKENS,
+        add_special_tokens=add_special_tokens,
+    )
 
 
 def dataset_hash(dataset: PromptDataset) -> str:
@@ -182,16 +177,3 @@ def columns_hash(dataset: PromptDataset) -> str:
     for example in dataset.examples:
         digest.update(hashlib.sha256(example.columns.encode()).digest())
     return digest.hexdigest()
-
-
-def _arithmetic_dataset(
-    tokenizer: Tokenizer, problems: list[arithmetic.Problem], add_special_tokens: bool
-) -> PromptDataset:
-    return build_dataset(
-        [(arithmetic.prompt_text(p), arithmetic.reference_answer(p)) for p in problems],
-        tokenizer,
-        data_source="arithmetic",
-        template=arithmetic.QUESTION_TEMPLATE,
-        max_prompt_tokens=arithmetic.MAX_PROMPT_TOKENS,
-        add_special_tokens=add_special_tokens,
-    )

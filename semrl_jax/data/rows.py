@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax.data.files import Row, RowError
+from semrl_jax.data.files import RowError
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import one_of
 
@@ -19,12 +19,13 @@ MAX_TEXT_CHARS = 1_000_000  # of a question, an answer, a completion or all mess
 MAX_COLUMNS_CHARS = 1_000_000  # of a row's columns as JSON, when a verifier takes them
 
 _QUESTION_FIELDS, _ANSWER_FIELD = ("question",), "answer"
+_MESSAGES = "prompt"  # of a row of SimpleRL-Zoo
 
 
-class QuestionAnswer(NamedTuple):
+class Problem(NamedTuple):
     """A problem: the question as in the file, the reference answer, and the data source.
 
-    `columns` is the whole row as a JSON object, for a verifier that takes it; else "".
+    `columns` is a JSON object for a verifier that takes it, such as the whole row; else "".
     `problem_type` is such as "Algebra"; only readers of benchmarks know it.
     """
 
@@ -49,7 +50,8 @@ class RowReader:
       answer_after: the answer is the text after the last such mark; "" means the whole field.
       keep_columns: whether to keep the whole row, which needs memory.
       needs_answer: whether a row without an answer is bad; else its answer is "".
-      only_message: a field with a list of exactly one message, the user's; "" checks nothing.
+      has_template: whether the rows are those of SimpleRL-Zoo, with exactly one message, the
+        user's, which includes a template.
     """
 
     question_fields: tuple[str, ...]
@@ -57,30 +59,26 @@ class RowReader:
     answer_after: str = ""
     keep_columns: bool = False
     needs_answer: bool = True
-    only_message: str = ""
+    has_template: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return (
-            (*self.question_fields, self.answer_field)
-            if self.needs_answer
-            else (self.question_fields)
-        )
+        answer = (self.answer_field,) if self.needs_answer else ()
+        return (*self.question_fields, *answer)
 
     @property
     def optional_fields(self) -> tuple[str, ...]:
         """Fields that a file may lack."""
         return (DATA_SOURCE_FIELD,) if self.needs_answer else (DATA_SOURCE_FIELD, self.answer_field)
 
-    def read(self, row: Row, default_source: str) -> QuestionAnswer:
+    def read(self, row: dict[str, Any], default_source: str) -> Problem:
         """Reads a row; without a field "data_source" it gets the default source.
 
         Raises:
           RowError: if the row is bad; the message names the field.
         """
-        if isinstance(row, RowError):
-            raise row
-        self._check_messages(row)
+        if self.has_template:
+            self._check_messages(row)
         question = question_text(row, self.question_fields)
         answer = self._answer(row) if self.needs_answer or self._has_answer(row) else ""
         source = row.get(DATA_SOURCE_FIELD)
@@ -90,20 +88,20 @@ class RowReader:
             raise RowError(f"field {DATA_SOURCE_FIELD!r} must be text, not {source!r:.80}.")
         check_text(DATA_SOURCE_FIELD, source)
         columns = columns_text(row) if self.keep_columns else ""
-        return QuestionAnswer(question, answer, " ".join(source.split()), columns)
+        return Problem(question, answer, " ".join(source.split()), columns)
 
     def _check_messages(self, row: dict[str, Any]) -> None:
         """Raises RowError if the question would be one message of several."""
-        messages = field_value(row, self.only_message) if self.only_message else None
+        messages = field_value(row, _MESSAGES)
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             return  # the question is missing, which has its own error
         roles = [str(message.get("role") or "user") for message in messages]
         if messages and roles != ["user"]:
             raise RowError(
-                f"field {self.only_message!r} has messages of {', '.join(roles):.80}, but "
+                f"field {_MESSAGES!r} has messages of {', '.join(roles):.80}, but "
                 "row_format='simplerl' reads exactly one message, the user's, with its template; "
                 "leave the others out, or name a text by row_format='question_answer', "
-                f"question_fields='{self.only_message}.{len(messages) - 1}.content' and "
+                f"question_fields='{_MESSAGES}.{len(messages) - 1}.content' and "
                 f"answer_field={self.answer_field!r}."
             )
 
@@ -149,9 +147,8 @@ def row_reader(
       row_format: "question_answer": fields by name. "simplerl": rows of SimpleRL-Zoo, whose
         question is the text of the only message under `prompt`, template included, and whose
         answer is `reward_model.ground_truth`.
-      question_fields, answer_field, answer_after, keep_columns, needs_answer: see `RowReader`;
-        "simplerl" has its own fields.
-      field_prefix: stands before the names of these arguments in error messages.
+      field_prefix: stands before the names of these arguments in error messages. For the others,
+        see `RowReader`.
 
     Raises:
       UserError: if the format is unknown, a field's name is empty, or fields are given with
@@ -161,22 +158,21 @@ def row_reader(
         question_fields = (question_fields,)
     question_fields = tuple(question_fields)
     check_row_format(row_format, field_prefix)
-    only_message = ""
-    if row_format == "simplerl":
+    has_template = row_format == "simplerl"
+    if has_template:
         if (question_fields, answer_field) != (_QUESTION_FIELDS, _ANSWER_FIELD):
             raise UserError(
                 f"{field_prefix}question_fields={question_fields} and answer_field="
                 f"{answer_field!r} are not read with row_format='simplerl'; leave them as they are."
             )
-        question_fields, answer_field = ("prompt.0.content",), "reward_model.ground_truth"
-        only_message = "prompt"
+        question_fields, answer_field = (f"{_MESSAGES}.0.content",), "reward_model.ground_truth"
     if not question_fields or not all((*question_fields, answer_field)):
         raise UserError(
             f"{field_prefix}question_fields={question_fields} and answer_field={answer_field!r} "
             "must each name a field."
         )
     return RowReader(
-        question_fields, answer_field, answer_after, keep_columns, needs_answer, only_message
+        question_fields, answer_field, answer_after, keep_columns, needs_answer, has_template
     )
 
 
@@ -188,7 +184,7 @@ def check_row_format(row_format: str, field_prefix: str = "data.") -> None:
 class BadRows:
     """Counts bad rows; `report` gets one line for each of the first. Without `skip`, raises."""
 
-    def __init__(self, skip: bool, report: Callable[[str], object] | None = None):
+    def __init__(self, skip: bool, report: Callable[[str], object]):
         self.count = 0
         self.first = ""
         self._skip = skip
@@ -201,7 +197,7 @@ class BadRows:
             raise UserError(line) from error
         self.count += 1
         self.first = self.first or line
-        if self._report and self.count <= MAX_REPORTED_BAD_ROWS:
+        if self.count <= MAX_REPORTED_BAD_ROWS:
             self._report(f"bad row skipped: {line}")
 
 
@@ -305,8 +301,7 @@ def check_text(field: str, text: str) -> None:
     """Raises RowError for a lone surrogate, or a text that would take seconds to tokenise."""
     if len(text) > MAX_TEXT_CHARS:
         raise RowError(
-            f"field {field!r} has {len(text)} characters, and at most {MAX_TEXT_CHARS} are read; "
-            "shorten it, or remove the row."
+            f"field {field!r} has {len(text)} characters, more than {MAX_TEXT_CHARS}; shorten it."
         )
     try:
         text.encode()

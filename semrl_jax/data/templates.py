@@ -229,13 +229,8 @@ def chat_template_text(tokenizer: Tokenizer) -> str:
 def set_chat_template(tokenizer: Tokenizer, path: str, field: str) -> None:
     """Gives the tokenizer the chat template of a UTF-8 file, a Jinja template.
 
-    Args:
-      tokenizer: changed; a directory that it is saved to has the template.
-      path: of the file.
-      field: the setting that names the file, for error messages.
-
-    Raises:
-      UserError: if the file cannot be read, or is empty or too long.
+    It stays with the tokenizer where that is saved. `field` is the setting that names the file.
+    Raises UserError if the file cannot be read, or is empty or too long.
     """
     tokenizer.chat_template = _read_text(path, f"{field}={path!r:.200}")
 

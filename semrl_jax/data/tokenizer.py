@@ -56,13 +56,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE tokenizer with Qwen2's padding token, turn tokens and chat template.
 
     The template writes `<|im_start|>role\\ntext<|im_end|>\\n`. A response ends at `<|im_end|>`.
-
-    Args:
-      texts: the merges are learned from them.
-      vocab_size: tokens, at least 260; the result has fewer if the texts have fewer.
-
-    Raises:
-      UserError: if `vocab_size` is below 260.
+    `vocab_size` is at least 260; the result has fewer tokens if the texts have fewer. Raises
+    UserError if it is below 260.
     """
     num_fixed = 256 + 3  # every byte, so that any text can be written; padding, turn start and end
     if vocab_size <= num_fixed:
@@ -189,13 +184,8 @@ def verifier_text(
 def check_same_tokens(field: str, path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
     """Checks that a model's directory gives every token the id that the policy's tokenizer does.
 
-    Args:
-      field: of the config that names the directory, for the error message.
-      path: Hugging Face directory of a model that reads the policy's token ids.
-      tokenizer: the policy's.
-
-    Raises:
-      UserError: naming a token whose ids differ, or as `load_tokenizer`.
+    Raises UserError, which begins with the field of the config that names the directory, and names
+    a token whose ids differ; or as `load_tokenizer`.
     """
     try:
         theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()

@@ -1,9 +1,4 @@
-"""What a benchmark declares, and helpers that read its rows.
-
-A benchmark is a module of `semrl_jax.evaluation.benchmarks` with a `BENCHMARK`; its file name is
-the benchmark's name. The conventions (how options are shown, which field is the answer) are those
-of the evaluation of Qwen2.5-Math and hf618/VERL, whose files the readers were checked on.
-"""
+"""What a benchmark declares, and helpers that read its rows; `benchmarks` has them all."""
 
 from __future__ import annotations
 
@@ -12,14 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax.data.files import Row, RowError
-from semrl_jax.data.rows import (
-    QuestionAnswer,
-    answer_text,
-    check_text,
-    columns_text,
-    field_value,
-)
+from semrl_jax.data import rows
+from semrl_jax.data.files import RowError
+from semrl_jax.data.rows import answer_text, check_text, columns_text, field_value
 from semrl_jax.rewards.extraction import boxed_answer
 
 KINDS = ("math", "number", "choice")
@@ -89,11 +79,11 @@ class BenchmarkReader:
     benchmark: Benchmark
     keep_row: bool = False
     fields: tuple[str, ...] = ()  # of a Parquet file; () reads all
+    optional_fields: tuple[str, ...] = ()
     keep_columns: bool = True
+    has_template: bool = False
 
-    def read(self, row: Row, default_source: str) -> QuestionAnswer:
-        if isinstance(row, RowError):
-            raise row
+    def read(self, row: dict[str, Any], default_source: str) -> rows.Problem:
         problem = self.benchmark.read(row)
         question, answer = problem.question.strip(), problem.answer.strip()
         if not question or not answer:
@@ -107,7 +97,7 @@ class BenchmarkReader:
         columns = columns if self.keep_row else {}
         columns |= {key: value for key, value in graded.items() if value}
         text = columns_text(columns)
-        return QuestionAnswer(question, answer, default_source, text, problem.problem_type)
+        return rows.Problem(question, answer, default_source, text, problem.problem_type)
 
 
 def text(row: dict[str, Any], *fields: str) -> str:

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import pathlib
 
 from semrl_jax.evaluation.benchmark import Benchmark
+from semrl_jax.evaluation.benchmarks import BENCHMARKS
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.modules import module_names
-
-PACKAGE = "semrl_jax.evaluation.benchmarks"
 
 _OLYMPIADS = (
-    "olymmath_en_easy",
-    "olymmath_en_hard",
-    "olymmath_zh_easy",
-    "olymmath_zh_hard",
-    "beyond_aime",
-)
+    "olymmath_en_easy", "olymmath_en_hard", "olymmath_zh_easy", "olymmath_zh_hard", "beyond_aime",
+)  # fmt: skip
 _CONTESTS = ("math24o", "aime24", "aime25", "amc23", "amc24")
 _GAOKAO = (
-    "gaokao2023en",
-    "gaokao2024_I",
-    "gaokao2024_II",
-    "gaokao2024_mix",
-    "gaokao_math_cloze",
+    "gaokao2023en", "gaokao2024_I", "gaokao2024_II", "gaokao2024_mix", "gaokao_math_cloze",
     "gaokao_math_qa",
-)
+)  # fmt: skip
 _SMALL = ("math500", "aqua", "cn_middle_school", *_GAOKAO, "minerva_math", "sat_math")
 _LARGE = (
     "asdiv", "carp_en", "cmath", "college_math", "gsm8k", "math", "mawps", "mmlu_stem",
@@ -45,12 +34,12 @@ GROUPS = {
 
 def names() -> tuple[str, ...]:
     """All benchmarks, sorted."""
-    return module_names(PACKAGE)
+    return tuple(sorted(BENCHMARKS))
 
 
 def find(name: str) -> Benchmark:
     """The benchmark of this name, which must be one of `names()`."""
-    return importlib.import_module(f"{PACKAGE}.{name}").BENCHMARK
+    return BENCHMARKS[name]
 
 
 def members(field: str, name: str) -> tuple[str, ...]:

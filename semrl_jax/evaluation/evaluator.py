@@ -19,8 +19,8 @@ from semrl_jax import data
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.interface import PerProblem, Plan
 from semrl_jax.evaluation.samples import Sample, not_sampled, sampled
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.rewards import VerifierPool
-from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.ahead import Ahead
 from semrl_jax.sampling.requests import EVALUATION, Measuring, counter, stream_seed
 from semrl_jax.sampling.sampler import Sampler

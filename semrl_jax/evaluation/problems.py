@@ -64,9 +64,11 @@ def _of_file(
         name: value for name, value in entry.settings.items() if name not in EVALUATOR_SETTINGS
     } | {"name": entry.name}
     field = f"{FIELD}={entry.entry!r}: "
-    options = {"field_prefix": field, "report": report, "keep_columns": keep_columns}
+    options = {"field_prefix": field, "report": report}
     if entry.kind == "file":
-        return load_file(config, tokenizer, entry.target, settings, **options)
+        return load_file(
+            config, tokenizer, entry.target, settings, keep_columns=keep_columns, **options
+        )
     benchmark = catalogue.find(entry.target)
     path = catalogue.file_of(entry.target, config.evaluation.data_dir)
     if path is None:

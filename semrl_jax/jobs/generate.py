@@ -23,9 +23,9 @@ from semrl_jax.evaluation import generated_files as files
 from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
 from semrl_jax.jobs.inference import Inference, dry_run_policy, open_inference
 from semrl_jax.jobs.result_directory import PARTS, ResultDirectory, open_results
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.rewards import VerifierPool
-from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.runs.workdir import versions

@@ -48,11 +48,9 @@ def hidden_state_metrics(
     """Measures every response of a batch: value, velocity and acceleration of each metric.
 
     Args:
-      hidden_states: as in `effective_rank`, with a leading axis.
-      response_mask: True on tokens that count; holes are allowed.
+      hidden_states, response_mask, method: as in `Metric.__call__`, with a leading axis.
       stride, window: as in `rank_dynamics`.
       names: metrics to compute: of METRICS, or paths of users' modules, see `load_metric`.
-      method: as in `effective_rank`.
       orders: which of `names` get velocity and acceleration too; None: all of them. Windows cost
         more than all values, so name only what is used.
       side_by_side: one batch of decompositions per window, for accelerators, instead of one
@@ -109,35 +107,27 @@ def dataset_metrics(
     *,
     stride: int,
     window: str = "exact",
-    row_mask: Bool[AnyArray, " B"] | None = None,
     names: Sequence[str] = RELEASE_METRICS,
     method: str = "svd",
 ) -> dict[MetricKey, Measurement]:
     """Measures the mean states of a set of responses as if they were one response.
 
-    For observation only, never for the loss.
+    For observation only, never for the loss. Options and errors as in `hidden_state_metrics`.
 
     Args:
       mean_states: rows of `mean_hidden_state`, computed in float32, grouped by prompt in dataset
-        order. Velocity and acceleration depend on the order.
-      stride: responses between two prefixes, at least 1.
-      row_mask: responses that count: those with at least one token. None counts all. A row that is
-        not finite never counts.
-      window, names, method: as in `hidden_state_metrics`.
+        order. Velocity and acceleration depend on the order. A row that is not finite does not
+        count.
+      stride: responses between two prefixes.
 
     Returns:
       Float32 and bool scalars: the value over all rows, velocity and acceleration over growing
       prefixes of them. `MetricKey.dataset_label` is their log key.
-
-    Raises:
-      ValueError: as `hidden_state_metrics`.
     """
     states = jnp.asarray(mean_states)
-    mask = jnp.ones(states.shape[:-1], bool) if row_mask is None else jnp.asarray(row_mask)
-    check_states(
-        states, mask, axes="[B, D], a mean state a row", fields=("mean_states", "row_mask")
-    )
-    mask = mask & jnp.all(jnp.isfinite(states), axis=-1)
+    mask = jnp.ones(states.shape[:-1], bool)
+    check_states(states, mask, axes="[B, D], a mean state a row", fields=("mean_states", "mask"))
+    mask = jnp.all(jnp.isfinite(states), axis=-1)
     measured = hidden_state_metrics(
         states[None], mask[None], stride=stride, window=window, names=names, method=method
     )
@@ -147,8 +137,7 @@ def dataset_metrics(
 def check_users_metrics(names: Sequence[str], width: int, **options) -> None:
     """Traces each metric of a user as `hidden_state_metrics` does, with its `options`.
 
-    Raises:
-      UserError: if it fails, or a value is not a number.
+    Raises UserError if it fails, or if a value is not a number.
     """
     shapes = (2, 32, width), (2, 32)
     response = [jax.ShapeDtypeStruct(*spec) for spec in zip(shapes, (jnp.float32, jnp.bool_))]
@@ -169,15 +158,9 @@ def check_users_metrics(names: Sequence[str], width: int, **options) -> None:
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "stride",
-        "window",
-        "names",
-        "method",
-        "orders",
-        "side_by_side",
-        "series",
+        "stride", "window", "names", "method", "orders", "side_by_side", "series",
     ),
-)
+)  # fmt: skip
 def _measure_batch(
     hidden_states: Float[AnyArray, "B T D"],
     response_mask: Bool[AnyArray, "B T"],
@@ -240,13 +223,12 @@ def _measure(
     for name in names:
         fields = {"value": (values[name], rows.num_tokens >= metrics[name].min_tokens)}
         if name in orders:
-            measured = summarise(values[name], of_prefixes[name], windows)
-            for order in ("velocity", "acceleration"):
-                valid = measured.num_windows >= ORDERS[order]
-                fields[order] = getattr(measured, order), valid
-        if name in series:
-            value, num_windows = with_whole(windows, values[name], of_prefixes[name])
-            fields["series"] = value, jnp.arange(len(value)) < num_windows
+            all_values, num_windows = with_whole(windows, values[name], of_prefixes[name])
+            found = summarise(all_values, num_windows)
+            for order, value in zip(("velocity", "acceleration"), found):
+                fields[order] = value, num_windows >= ORDERS[order]
+            if name in series:
+                fields["series"] = all_values, jnp.arange(len(all_values)) < num_windows
         for order, (value, valid) in fields.items():
             valid = valid & rows.finite
             key = MetricKey(metric_name(name), order)

@@ -75,18 +75,13 @@ def check_choice(field: str, value: Any, choices: Sequence[str]) -> None:
 
 def check_stride(stride: Any) -> int:
     """Returns the stride as an int; ValueError unless it is a whole number from 1 on."""
-    value = whole_number(stride)
+    try:
+        value = 0 if isinstance(stride, bool) else operator.index(stride)
+    except TypeError:
+        value = 0
     if value < 1:
         raise ValueError(f"stride={stride!r} must be an integer of at least 1 token.")
     return value
-
-
-def whole_number(value: Any) -> int:
-    """An integer of any type; 0 for everything else."""
-    try:
-        return 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return 0
 
 
 def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]) -> Rows:
@@ -94,7 +89,8 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
     check_states(hidden_states, response_mask)
     mask = jnp.asarray(response_mask)
     num_tokens = jnp.sum(mask, dtype=jnp.int32)
-    hidden_states = jnp.asarray(hidden_states).astype(jnp.float32)
+    # Metrics have no gradient: that of a square root is NaN on a straight line, for example.
+    hidden_states = jax.lax.stop_gradient(jnp.asarray(hidden_states).astype(jnp.float32))
     sizes = jnp.where(mask[:, None], jnp.abs(hidden_states), 0.0)
     largest = jnp.max(sizes, initial=0.0)  # NaN if one is
     finite = jnp.isfinite(largest)

@@ -48,6 +48,29 @@ class Metric:
         if (self.of_spectrum is None) == (self.of_states is None):
             raise ValueError("a Metric takes one of of_spectrum and of_states.")
 
+    def __call__(self, hidden_states: Any, response_mask: Any, *, method: str = "svd") -> Any:
+        """Measures one response.
+
+        Args:
+          hidden_states: [T, D] of any real float dtype, computed in float32; row t gave response
+            token t. Rows outside the mask may hold anything, NaN too.
+          response_mask: bool [T], True on tokens that count; holes are allowed, valid rows keep
+            their order.
+          method: of metrics of the spectrum. "svd": singular values from eigenvalues of a Gram
+            matrix in float64, or from the rows where one is below 3e-5 of the largest. "gram": from
+            a Gram matrix in float32, and again in float64 where that does not resolve them.
+
+        Returns:
+          A float32 scalar; 0.0 if a valid row is not finite. The metrics of this package are also
+          0.0 below `min_tokens`.
+
+        Raises:
+          ValueError: for a wrong rank, shape, dtype or method.
+        """
+        from semrl_jax.metrics.prefixes import whole_response  # loads JAX
+
+        return whole_response(self, hidden_states, response_mask, method)
+
 
 @functools.cache
 def load_metric(path: str) -> Metric:

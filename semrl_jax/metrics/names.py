@@ -73,12 +73,13 @@ def check_metrics(field: str, names: Any) -> tuple[str, ...]:
     return names
 
 
-def count_windows(num_tokens: int, stride: int, window: str) -> int:
-    """The number K of windows of a response with `num_tokens` tokens, as in `PrefixDynamics`."""
+def window_sizes(num_tokens: int, stride: int, window: str) -> list[int]:
+    """Tokens of each window of a response; "release" counts the last 512 of its tokens."""
     if window == "exact":
-        return num_tokens // stride
+        return list(range(stride, num_tokens + 1, stride))
     if window == "release":
         num_tokens = min(num_tokens, RELEASE_TOKENS)
     if num_tokens < 2 * stride:
-        return 0
-    return (num_tokens - 1) // stride + (window == "later")
+        return []
+    sizes = range(stride + 1, num_tokens + 1, stride)
+    return [*sizes, num_tokens] if window == "later" else list(sizes)

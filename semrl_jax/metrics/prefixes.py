@@ -37,9 +37,11 @@ def whole_response(
     response_mask: Bool[AnyArray, " T"],
     method: str,
 ) -> Float[Array, ""]:
-    """A function of the spectrum of all valid rows; 0.0 if a valid row is not finite."""
+    """A metric of all valid rows, see `Metric.__call__`."""
     check_choice("method", method, METHODS)
     rows = compact(hidden_states, response_mask)
+    if metric.of_states:
+        return jnp.where(rows.finite, metric.of_states(rows)(rows.num_tokens), 0.0)
     windows = Windows(rows, (), jnp.int32(0), False)
     values, _ = spectral_series(rows, windows, (metric,), (), method=method, centred=metric.centred)
     return values[0]
@@ -58,7 +60,7 @@ def spectral_series(
     """Functions of the spectrum: of the whole response, and of every window.
 
     One Gram matrix and one decomposition per window serve all metrics. A window past the end of the
-    response costs nothing, nor does one that is the whole response. There is no gradient.
+    response costs nothing, nor does one that is the whole response.
 
     Args:
       method: "svd": in float64, with an SVD where float64 does not resolve the spectrum. "gram": in
@@ -82,7 +84,6 @@ def spectral_series(
         method=method,
         centred=centred,
     )
-    rows = jax.lax.stop_gradient(rows)  # the kernel of the eigenvalues has none
     values, series = measure(rows, windows.rows.num_tokens, windows.num_windows)
     if not series_metrics:
         series = jnp.zeros((len(windows.sizes), 0), jnp.float32)
@@ -187,10 +188,7 @@ def _measure_long(
     value_metrics: tuple[Metric, ...],
     series_metrics: tuple[Metric, ...],
 ) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
-    """The whole response and its windows after the first `num_short`, by sums over spectra.
-
-    The third result says whether the sums resolve the spectra.
-    """
+    """The response and its later windows; whether sums resolve all of their spectra."""
     states = anchor(rows._replace(states=rows.states.astype(jnp.float64)), sizes[0])
     gram = symmetric_product(states)
     sums = prefix_sums(gram, rows.num_tokens, states.shape[1], MAX_SHORT + 1)

@@ -15,24 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from semrl_jax.metrics.inputs import Rows, check_choice, check_stride
-from semrl_jax.metrics.names import RELEASE_TOKENS, WINDOWS
-
-
-class PrefixDynamics(NamedTuple):
-    """A metric of one response and its two orders; all float32 scalars but the int32 count.
-
-    Attributes:
-      value: the metric of all valid rows.
-      velocity: first order; valid from two windows on, 0.0 below.
-      acceleration: second order; valid from three windows on, 0.0 below.
-      num_windows: K, int32; 0 if a valid row is not finite.
-    """
-
-    value: Float[Array, ""]
-    velocity: Float[Array, ""]
-    acceleration: Float[Array, ""]
-    num_windows: Int[Array, ""]
+from semrl_jax.metrics.inputs import Rows
+from semrl_jax.metrics.names import RELEASE_TOKENS
 
 
 class Windows(NamedTuple):
@@ -53,9 +37,8 @@ class Windows(NamedTuple):
 
 def split_windows(rows: Rows, stride: int, window: str) -> Windows:
     """Fixes the prefixes of a response; see `rank_dynamics` for the rules."""
-    check_choice("window", window, WINDOWS)
     num_rows = rows.states.shape[0]
-    stride = min(check_stride(stride), num_rows + 1)  # also without a window, and fits in an int32
+    stride = min(stride, num_rows + 1)  # also without a window, and fits in an int32
     num_tokens = jnp.where(rows.finite, rows.num_tokens, 0)
     if window == "exact":
         sizes = tuple(range(stride, num_rows + 1, stride))
@@ -85,13 +68,12 @@ def with_whole(
 
 
 def summarise(
-    value: Float[Array, ""], series: Float[Array, " K"], windows: Windows
-) -> PrefixDynamics:
-    """First and second order of the valid head of a series."""
-    series, num_windows = with_whole(windows, value, series)
+    series: Float[Array, " K"], num_windows: Int[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Velocity and acceleration of the first `num_windows` values; 0.0 if there are too few."""
     zero = jnp.float32(0)
     if series.shape[0] < 2:
-        return PrefixDynamics(value, zero, zero, num_windows)
+        return zero, zero
     index = jnp.arange(1, series.shape[0])
     earlier = jnp.cumsum(series)[:-1] / index.astype(jnp.float32)
     delta = series[1:] - earlier  # entry i is delta_(i + 2)
@@ -100,7 +82,7 @@ def summarise(
     velocity = jnp.where(count >= 1, total / jnp.maximum(count, 1).astype(jnp.float32), zero)
     rise = delta[jnp.clip(count - 1, 0, delta.shape[0] - 1)] - delta[0]
     acceleration = jnp.where(count >= 2, rise / jnp.maximum(count - 1, 1).astype(jnp.float32), zero)
-    return PrefixDynamics(value, velocity, acceleration, num_windows)
+    return velocity, acceleration
 
 
 def chunks(num_windows: int, most: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from semrl_jax.rewards.extraction import has_complete_box
 from semrl_jax.rewards.verdict import Verdict
@@ -21,45 +21,20 @@ MAX_EXTRACTED_CHARS = 1_000_000
 
 
 def load_builtin(name: str, field: str = "rewards.function") -> tuple[ModuleType, bool]:
-    """Imports a module of `verifiers`; tells also whether its `verify` takes the row of the prompt.
+    """Imports a module of `verifiers`; whether its `verify` takes the row of the prompt.
 
-    Args:
-      name: of the module; "" is "math".
-      field: of the config that has it, for error messages.
-
-    Raises:
-      UserError: if there is none.
+    The name "" is "math". `field` of the config has the name. Raises UserError if there is none.
     """
-    module = load_module(field, name or "math", VERIFIERS, ("prepare", "verify"))
+    module = load_module(field, name or "math", VERIFIERS, ("verify",))
     return module, "row" in inspect.signature(module.verify).parameters
 
 
-class UserFunction(NamedTuple):
-    """A user's verifier, and how it takes the row of the prompt.
+def load_function(path: str, field: str = "rewards.function") -> tuple[Callable[..., Any], bool]:
+    """Imports "package.module:name", and makes a function of (response, reference, row) of it.
 
-    Attributes:
-      row: "third" as its third argument, "named" as its argument `row`, "" not at all.
-    """
-
-    function: Callable[..., Any]
-    row: str
-
-    def __call__(self, response: str, reference: str, columns: Mapping[str, Any]) -> Any:
-        if self.row == "third":
-            return self.function(response, reference, columns)
-        named = {"row": columns} if self.row else {}
-        return self.function(response, reference, **named)
-
-
-def load_function(path: str, field: str = "rewards.function") -> UserFunction:
-    """Imports "package.module:name".
-
-    The function takes the row if it has a parameter `row`, or a third one without a default. Any
-    other third parameter keeps its default.
-
-    Args:
-      path: as above.
-      field: of the config that has it, for error messages.
+    The function gets the row if it has a parameter `row`, or a third one without a default. Any
+    other third parameter keeps its default. The second result tells whether it gets the row.
+    `field` of the config has the path.
 
     Raises:
       UserError: if the import fails, or the name is not a function of (response, reference) or of
@@ -75,25 +50,28 @@ def load_function(path: str, field: str = "rewards.function") -> UserFunction:
             "PYTHONPATH or in the directory the command was started in."
         ) from e
     try:
-        row = _how_it_takes_the_row(function)
+        return _with_row(function)
     except TypeError as e:
         raise UserError(
             f"{field}={path!r} must be callable as {name}(response, reference) or "
             f"{name}(response, reference, row): {e}."
         ) from e
-    return UserFunction(function, row)
 
 
-def _how_it_takes_the_row(function: Any) -> str:
-    """`UserFunction.row`; TypeError if the function cannot be called in any of the ways."""
+def _with_row(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """See `load_function`; TypeError if the function cannot be called in any of the ways."""
+
+    def without_row(response: str, reference: str, _: Mapping[str, Any]) -> Any:
+        return function(response, reference)
+
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return ""  # a builtin without a signature
+        return without_row, False  # a builtin without a signature
     row = signature.parameters.get("row")
     if row is not None and row.kind in (row.POSITIONAL_OR_KEYWORD, row.KEYWORD_ONLY):
         signature.bind("", "", row={})
-        return "named"
+        return lambda response, reference, row: function(response, reference, row=row), True
     try:
         signature.bind("", "")
     except TypeError as error:
@@ -101,8 +79,8 @@ def _how_it_takes_the_row(function: Any) -> str:
             signature.bind("", "", {})
         except TypeError:
             raise error from None
-        return "third"
-    return ""
+        return function, True
+    return without_row, False
 
 
 def error_text(error: BaseException) -> str:
@@ -120,13 +98,9 @@ class NonsenseError(ValueError):
 def as_verdict(result: Any, response: str) -> Verdict:
     """Reads what a user's verifier returned, even if the methods of these objects fail.
 
-    Args:
-      result: a score; or a mapping with `score` and optionally `correct`, `boxed` and `extracted`;
-        or a `Verdict`. Without `correct`, a response is correct if its score is positive.
-      response: the response, for the format flag.
-
-    Returns:
-      A verdict of plain Python values; a lone surrogate in `extracted` becomes "?".
+    It may be a score; or a mapping with `score` and optionally `correct`, `boxed` and `extracted`;
+    or a `Verdict`. Without `correct`, a response is correct if its score is positive. The verdict
+    has plain Python values; a lone surrogate in `extracted` becomes "?".
 
     Raises:
       NonsenseError: if it is none of these, or has a wrong type or a number that is not finite.

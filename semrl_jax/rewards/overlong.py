@@ -12,7 +12,6 @@ def overlong_penalty(
     """Computes what is added to the rewards: clip((limit - buffer - length) / buffer, -1, 0).
 
     Args:
-      lengths: tokens of each response.
       limit: tokens at which a response is cut off.
       buffer: tokens below the limit in which the penalty grows from 0 to 1; above 0.
 

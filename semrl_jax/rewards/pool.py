@@ -50,6 +50,10 @@ CREDENTIAL = re.compile(
     re.IGNORECASE,
 )
 MAX_REPLY_BYTES = 16 * MAX_EXTRACTED_CHARS  # 12 per character outside the first plane
+FAILURES = {  # counter -> kind of an error
+    "num_timeouts": "timeout", "num_crashes": "crash", "num_too_long": "too_long",
+    "num_exceptions": "exception", "num_invalid": "invalid",
+}  # fmt: skip
 KEPT_PREFIX = "VERIFIER_"  # variables that a verifier itself needs
 
 
@@ -141,14 +145,10 @@ class VerifierPool:
     ) -> concurrent.futures.Future[Verdict]:
         """Queues one response text, without the prompt, and its reference answer.
 
-        Args:
-          columns: the row of the prompt, a JSON object as text, for a verifier that takes it; ""
-            is an empty row.
-
-        Returns:
-          A future with a verdict for every text. It has an exception only if the pool cannot work:
-          RuntimeError if it was closed or its workers do not start, UserError if the user's
-          function cannot be imported.
+        `columns` is the row of the prompt, a JSON object as text, for a verifier that takes it; ""
+        is an empty row. The future has a verdict for every text. It has an exception only if the
+        pool cannot work: RuntimeError if it was closed or its workers do not start, UserError if
+        the user's function cannot be imported.
         """
         futures = [
             self._submit(verifier, response, reference, columns)
@@ -203,8 +203,7 @@ class VerifierPool:
     def validate(self, response: str, reference: str, columns: str = "") -> Verdict:
         """Runs one example, so that a run with a broken verifier stops before it starts.
 
-        Raises:
-          UserError: if a verifier raises, returns no verdict, crashes or takes too long.
+        Raises UserError if a verifier raises, returns no verdict, crashes or takes too long.
         """
         verdict = self.submit(response, reference, columns).result()
         if verdict.error:
@@ -224,14 +223,8 @@ class VerifierPool:
     def counters(self) -> dict[str, int]:
         """The number of verdicts so far, and the number of each kind of failure."""
         with self._lock:
-            return {
-                "num_verdicts": self._counts.total(),
-                "num_timeouts": self._counts["timeout"],
-                "num_crashes": self._counts["crash"],
-                "num_too_long": self._counts["too_long"],
-                "num_exceptions": self._counts["exception"],
-                "num_invalid": self._counts["invalid"],
-            }
+            failures = {name: self._counts[kind] for name, kind in FAILURES.items()}
+            return {"num_verdicts": self._counts.total(), **failures}
 
     def close(self) -> None:
         """Ends the workers at once; open jobs fail with RuntimeError. Idempotent."""
@@ -342,16 +335,13 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **single_thread, "PYTHONPATH": path}
 
 
-def _core_list() -> str:
-    return ",".join(map(str, cores.helper_cores()))
-
-
 class _Worker:
     """One worker, its guard and their pipes. Only `kill` may be called from another thread."""
 
     def __init__(self):
+        used_cores = ",".join(map(str, cores.helper_cores()))
         self._process = subprocess.Popen(  # the guard; the worker is its child
-            [sys.executable, "-m", "semrl_jax.rewards.worker", str(os.getpid()), _core_list()],
+            [sys.executable, "-m", "semrl_jax.rewards.worker", str(os.getpid()), used_cores],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

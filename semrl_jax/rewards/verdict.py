@@ -107,13 +107,10 @@ def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Ver
 def with_model_score(
     verdict: Verdict, function: RewardFunction, score: float, *, joins: bool
 ) -> Verdict:
-    """Adds the score of a reward model to a verdict.
+    """Adds the score of a reward model to a verdict of the verifiers.
 
-    Args:
-      verdict: of the verifiers, which also judge correctness, the box and the answer.
-      function: the entry of the model.
-      score: of the model, without its weight.
-      joins: whether the verifiers' score counts too.
+    They also judge correctness, the box and the answer. `score` is without the weight of the model;
+    `joins`: whether the verifiers' score counts too.
     """
     total = function.weight * score + (verdict.score if joins else 0.0)
     errors = [verdict.error] * bool(verdict.error)

@@ -90,25 +90,19 @@ def build_verifier(
 ) -> tuple[Callable[[str, str, dict[str, Any]], Verdict], bool]:
     """Makes the function of (response, reference, row) that answers a request.
 
-    Args:
-      settings: of one verifier.
-      field: of the config that names it, for error messages.
-
-    Returns:
-      The function, which returns a verdict for every text, and whether it uses the row.
-
-    Raises:
-      UserError: if the user's function cannot be imported or called.
+    It returns a verdict for every text. The second result is whether it uses the row. `field` of
+    the config names the verifier. Raises UserError if a user's function cannot be imported or
+    called.
     """
     if settings.is_users:
-        function = load_function(settings.function, field)
-        takes_row = bool(function.row)
+        function, takes_row = load_function(settings.function, field)
 
         def verify(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
             return as_verdict(function(response, reference, columns), response)
     else:
         module, takes_row = load_builtin(settings.function, field)
-        module.prepare()
+        if hasattr(module, "prepare"):
+            module.prepare()
 
         def verify(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
             row = {"row": columns} if takes_row else {}

@@ -18,8 +18,8 @@ from semrl_jax.metrics.names import (
     GROUP_INDICATOR,
     METRICS,
     ORDERS,
-    count_windows,
     metric_name,
+    window_sizes,
 )
 from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompt_sources import evaluation_files
@@ -274,7 +274,7 @@ def _check_measured(config: ml_collections.ConfigDict) -> None:
 def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> None:
     """Checks that the longest response has enough prefixes for the orders in the shaping."""
     metrics, limit = config.metrics, config.rollout.max_response_tokens
-    found = count_windows(limit, metrics.stride, metrics.window)
+    found = len(window_sizes(limit, metrics.stride, metrics.window))
     for name in sorted(used, key=lambda name: -ORDERS[MetricKey.parse(name).order]):
         least = ORDERS[MetricKey.parse(name).order]
         if found >= least:
@@ -282,7 +282,7 @@ def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> No
         fitting = [
             stride
             for stride in range(1, metrics.stride)
-            if count_windows(limit, stride, metrics.window) >= least
+            if len(window_sizes(limit, stride, metrics.window)) >= least
         ]
         way_out = f"set a stride of at most {fitting[-1]}" if fitting else "raise that limit"
         raise UserError(

@@ -42,7 +42,7 @@ from semrl_jax.training.trainee import NonFiniteUpdates
 MAX_LINES = 100  # of steps, printed in equal distances
 CONVERSATIONS = (
     "row_format", "messages_field", "prompt_fields", "completion_field", "template",
-    "system_prompt", "add_special_tokens", "skip_bad_rows", "max_tokens", "too_long",
+    "system_prompt", "add_special_tokens",
 )  # fmt: skip
 
 
@@ -82,11 +82,16 @@ class Inputs:
             template = CHAT
         self.prefix = data.special_prefix(self.tokenizer, template, sft.add_special_tokens)
 
+        reader = data.conversation_reader(
+            self.tokenizer, **{name: sft[name] for name in CONVERSATIONS}
+        )
+
         def read(field: str, paths: Sequence[str]) -> data.ConversationDataset:
             found = data.load_conversations(
                 paths,
                 self.tokenizer,
-                **{name: sft[name] for name in CONVERSATIONS},
+                reader,
+                **{name: sft[name] for name in ("skip_bad_rows", "max_tokens", "too_long")},
                 end_token_ids=ends,
                 files_field=f"sft.{field}",
                 report=reporter.line,

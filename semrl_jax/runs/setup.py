@@ -26,6 +26,7 @@ from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import load_scores
 from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.metrics.batch import check_users_metrics
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.models.of_config import (
     build_policy,
@@ -38,7 +39,6 @@ from semrl_jax.models.of_config import (
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.config import remarks

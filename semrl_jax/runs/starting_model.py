@@ -10,6 +10,7 @@ import ml_collections
 
 from semrl_jax import data
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.data.arithmetic import demonstration_texts
 from semrl_jax.models import Policy, find_directory, make_mesh, save_directory
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs.export import save_model
@@ -78,12 +79,12 @@ def starting_directory(
     params = policy.init(jax.random.key(config.seed))
     options = config.warm_start
     if options.num_steps:
-        demonstrations = data.arithmetic_demonstrations(
-            tokenizer,
+        texts = demonstration_texts(
             config.seed,
             options.num_demonstrations,
             forget_probability=options.forget_probability,
         )
+        demonstrations = data.demonstration_rows(tokenizer, texts)
         with reporter.bar("warm start", options.num_steps, "steps") as bar:
 
             def report(step: int, loss: float) -> None:

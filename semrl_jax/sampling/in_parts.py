@@ -17,7 +17,7 @@ from jaxtyping import Shaped
 from semrl_jax import data
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.data.prompts import Position
-from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.sampling.exchange import of_all, own_requests
 from semrl_jax.sampling.requests import Draw, counter, stream_seed, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler

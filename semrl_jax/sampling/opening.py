@@ -12,7 +12,7 @@ import ml_collections
 
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Processes
-from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.sampling.ahead import Ahead
 from semrl_jax.sampling.counters import Events, ReplicaFigures

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from semrl_jax import data
-from semrl_jax.data import procedural
+from semrl_jax.data import arithmetic, procedural
 from semrl_jax.settings.rules import split_entry
 from semrl_jax.support.errors import UserError
 
@@ -72,8 +72,8 @@ def training_prompts(
       UserError: for a file, row or template that cannot be used.
     """
     if config.data.task == "arithmetic":
-        added = config.data.add_special_tokens
-        return data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts, added)
+        problems = arithmetic.training_problems(config.seed, config.data.num_prompts)
+        return data.arithmetic_prompts(tokenizer, problems, config.data.add_special_tokens)
     if config.data.task == "reasoning_gym":
         entries = procedural.sources(config.data.reasoning_gym)
         count, held_out = config.data.num_prompts, config.evaluation.num_problems
@@ -113,12 +113,21 @@ def prompts_of_files(
 
 
 def _prompts_of_files(
-    config: ml_collections.ConfigDict, tokenizer: Any, **options: Any
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    *,
+    keep_columns: bool,
+    needs_answer: bool = True,
+    **options: Any,
 ) -> data.PromptDataset:
+    found = _row_settings(config.data)
+    template = found.pop("template")
+    reader = data.row_reader(**found, keep_columns=keep_columns, needs_answer=needs_answer)
     return data.load_prompts(
         config.data.files,
         tokenizer,
-        **_row_settings(config.data),
+        reader,
+        template=template,
         system_prompt=config.data.system_prompt,
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -164,8 +173,8 @@ def held_out_problems(
     if not options.held_out:
         return []
     if config.data.task == "arithmetic":
-        added = config.data.add_special_tokens
-        return data.arithmetic_held_out_prompts(tokenizer, options.num_problems, added).examples
+        found = arithmetic.held_out_problems()[: options.num_problems]
+        return data.arithmetic_prompts(tokenizer, found, config.data.add_special_tokens).examples
     if config.data.task == "reasoning_gym":
         entries = procedural.sources(config.data.reasoning_gym)
         held_out = procedural.held_out_problems(entries, options.num_problems)
@@ -200,38 +209,43 @@ def load_file(
     settings: Mapping[str, Any],
     *,
     reader: Any = None,
-    **options: Any,
+    keep_columns: bool = False,
+    field_prefix: str,
+    report: Callable[[str], None],
 ) -> Sequence[data.PromptExample]:
     """The held-out problems of one file; those above the token limit are kept.
 
     Args:
       settings: `FILE_SETTINGS` and `shots`; what is missing is as in `config.evaluation`.
-      reader: of the rows, see `data.load_prompts`; None: by the settings.
-      options: `keep_columns`, `field_prefix` and `report` of `data.load_prompts`.
+      reader: of the rows, see `data.load_prompts`; None: by the settings and `keep_columns`.
+      field_prefix, report: see `data.load_prompts`.
     """
     defaults = config.evaluation
     same_format = settings.get("row_format", defaults.row_format) == defaults.row_format
     found = _row_settings(defaults) if same_format else dict(ROW_DEFAULTS)
     if reader is not None:
-        found = {"template": defaults.template}
+        found["template"] = defaults.template
     others = {"num_problems": defaults.num_problems, "name": "", "shots": defaults.shots}
     found = {**found, **others, **settings}
-    num_rows, name, num_shots = (found.pop(key) for key in others)
-    is_chat = data.is_chat(data.chosen_template(found["template"], tokenizer))
+    num_rows, name, num_shots, template = (found.pop(key) for key in (*others, "template"))
+    if reader is None:
+        reader = data.row_reader(**found, keep_columns=keep_columns, field_prefix=field_prefix)
+    is_chat = data.is_chat(data.chosen_template(template, tokenizer))
     return data.load_prompts(
-        (path,),
+        path,
         tokenizer,
-        **found,
-        reader=reader,
+        reader,
+        template=template,
         # Only chat templates use a system prompt.
         system_prompt=config.data.system_prompt if is_chat else "",
         shots=data.read_shots(defaults.shots_file, num_shots) if num_shots else (),
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
-        too_long="keep",
+        keep_long=True,
         num_rows=num_rows,
         data_source=name,
-        **options,
+        field_prefix=field_prefix,
+        report=report,
     ).examples
 
 

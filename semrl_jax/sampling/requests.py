@@ -11,8 +11,8 @@ import ml_collections
 import numpy as np
 
 from semrl_jax import data
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.annealing import distribution_at
 from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.support.clock import Clock

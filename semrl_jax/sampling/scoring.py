@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
+from semrl_jax.metrics.measurer import Measured, Measurer, join_layers
 from semrl_jax.metrics.records import Measurement, Metrics, joined
 from semrl_jax.rewards import Verdict, VerifierPool
-from semrl_jax.rollout.measurer import Measured, Measurer, join_layers
 from semrl_jax.types import Rollout
 
 UNGRADED = Verdict(0.0, correct=False, boxed=False, extracted=None)

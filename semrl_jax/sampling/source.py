@@ -10,7 +10,7 @@ import ml_collections
 
 from semrl_jax import data, models
 from semrl_jax.data.prompts import Position
-from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.sampling.requests import counter, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored

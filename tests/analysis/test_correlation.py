@@ -1,4 +1,4 @@
-"""Correlations of ER with ERV and ERA: coefficients, growth laws, responses of a run."""
+"""Correlations of ER with ERV and ERA: coefficients, responses of a run."""
 
 import csv
 import io
@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from semrl_jax import analysis
-from semrl_jax.analysis import growth, runs
 from semrl_jax.analysis.correlation import Correlation
-from semrl_jax.analysis.study_sources import of_run
+from semrl_jax.analysis.study_sources import of_run, states_of_run
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
 from tests.launch.tiny_config import get_config
@@ -96,7 +95,8 @@ def test_table_file_and_picture_hold_every_correlation(found, tmp_path):
     assert "…" not in text.getvalue()  # fits if the output is not a terminal
     lines = text.getvalue().splitlines()
     assert any(f"{correlations[0].with_rank('velocity'):.2f}" in line for line in lines)
-    analysis.write_correlations(tmp_path / "c.csv", correlations)
+    analysis.write_correlations(tmp_path, "c", correlations)
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
     assert float(rows[1]["r_acceleration"]) == correlations[1].with_rank("acceleration")
     assert [row["responses"] for row in rows] == ["4", "4", "2"] and rows[2]["r_velocity"] == ""
@@ -104,38 +104,6 @@ def test_table_file_and_picture_hold_every_correlation(found, tmp_path):
     assert len(figure.axes) == 4  # two orders by two windows
     drawn = figure.axes[0].collections[0].get_offsets()
     np.testing.assert_allclose(drawn[:, 1], correlations[0].velocity, rtol=1e-6)
-
-
-@pytest.mark.parametrize("law", growth.LAWS)
-def test_directions_grow_by_the_law(law):
-    options = {"num_tokens": 400, "rate": 20 / growth.LAWS[law](400), "width": 32}
-    rows = growth.growing_states(law, **options, rng=np.random.default_rng(0))
-    assert rows.shape == (400, 32) and rows.dtype == np.float32
-    used = [np.flatnonzero(row)[-1] + 1 for row in rows]
-    expected = {"linear": 10, "square root": 20 / 2**0.5, "logarithm": 20 * 5.3 / 6.0}[law]
-    assert used[-1] == 20 and abs(used[199] - expected) <= 1
-    ranks = [oracle.effective_rank(rows[:n]) for n in (100, 400)]
-    assert 0.4 * used[-1] < ranks[1] < used[-1] and ranks[0] < ranks[1]
-
-
-@pytest.mark.soak
-def test_a_study_of_growth_has_every_source_and_shows_the_cap():
-    found = growth.growth_study(num_responses=8, max_tokens=1200, strides=(100,))
-    sources = (*growth.LAWS, growth.WIDE, growth.SAMPLED)
-    assert [(c.source, c.window) for c in found] == [
-        (source, window) for source in sources for window in ("exact", "release", "later")
-    ]
-    linear, wide = ({c.window: c for c in found if c.source == s} for s in ("linear", growth.WIDE))
-    assert linear["exact"].with_rank("velocity") > 0.95
-    # The rank grows less over the last 512 of up to 1200 tokens than over all of them.
-    longest = np.argmax(wide["exact"].tokens)
-    assert wide["release"].velocity[longest] < 0.8 * wide["exact"].velocity[longest]
-    (sampled,) = (c for c in found if (c.source, c.window) == (growth.SAMPLED, "exact"))
-    assert np.ptp(sampled.effective_rank) > 1
-    again = growth.sampled_states(num_responses=4, num_tokens=64)
-    np.testing.assert_array_equal(
-        again[0], growth.sampled_states(num_responses=4, num_tokens=64)[0]
-    )
 
 
 @pytest.mark.slow
@@ -147,7 +115,7 @@ def test_the_states_of_a_run_are_those_it_measured(tmp_path):
     config.checkpoints.every_steps = 2
     config.checkpoints.extra_steps = ()
     assert train(config, str(tmp_path / "run")) == 0
-    states, stride = runs.run_states(tmp_path / "run")
+    states, stride = states_of_run(tmp_path / "run")
     assert stride == config.metrics.stride
     assert set(states) == {0, 2}  # step 1 left no weights
     for step, responses in states.items():
@@ -171,14 +139,14 @@ def test_the_states_of_a_run_are_those_it_measured(tmp_path):
     for file in (tmp_path / "run" / "checkpoints" / "2").rglob("manifest.ocdbt"):
         file.write_bytes(b"")
     with pytest.raises(UserError, match="cannot be used"):
-        runs.run_states(tmp_path / "run")
+        states_of_run(tmp_path / "run")
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="is no run"):
-        runs.run_states(tmp_path)
+        states_of_run(tmp_path)
     (tmp_path / "config.json").write_text(
         '{"config": {"model": {"path": ""}, "metrics": {"stride": 4}}}'
     )
     with pytest.raises(UserError, match="no step with both"):
-        runs.run_states(tmp_path)
+        states_of_run(tmp_path)

@@ -1,5 +1,6 @@
 """Conversations: which tokens are learned, what is left out, what is refused."""
 
+import inspect
 import json
 
 import numpy as np
@@ -53,12 +54,18 @@ def tokenizer(chat_tokenizer):
     return chat_tokenizer
 
 
+def load_file(file, tokenizer, **options):
+    of_reader = inspect.signature(data.conversation_reader).parameters.keys() & options
+    reader = data.conversation_reader(tokenizer, **{name: options.pop(name) for name in of_reader})
+    return data.load_conversations([file] if file else [], tokenizer, reader, **options)
+
+
 @pytest.fixture
 def load(tokenizer, tmp_path):
     def load(*rows, name="chats.jsonl", **options):
         file = tmp_path / name
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return data.load_conversations([file], tokenizer, **options)
+        return load_file(file, tokenizer, **options)
 
     return load
 
@@ -127,10 +134,10 @@ def test_parquet_rows_may_hold_empty_fields(tokenizer, tmp_path):
     file = tmp_path / "chats.parquet"
     turns = [USER | {"tool_calls": None, "name": "x"}, ANSWER | {"tool_calls": None, "name": None}]
     pq.write_table(pa.table({"chat": [turns], "id": [7]}), file)
-    found = data.load_conversations([file], tokenizer, messages_field="chat")
+    found = load_file(file, tokenizer, messages_field="chat")
     assert [learned(tokenizer, one) for one in found.conversations] == [["It is 2.<|im_end|>"]]
     with pytest.raises(UserError, match=r"chats.parquet: field 'messages' is missing"):
-        data.load_conversations([file], tokenizer)
+        load_file(file, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +204,9 @@ def test_long_conversations(tokenizer, load):
 
 def test_files_and_templates_that_cannot_be_used(tokenizer, load, tmp_path):
     with pytest.raises(UserError, match=r"'/nowhere.jsonl' does not exist"):
-        data.load_conversations(["/nowhere.jsonl"], tokenizer)
+        load_file("/nowhere.jsonl", tokenizer)
     with pytest.raises(UserError, match=r"sft.files is empty; name a"):
-        data.load_conversations([], tokenizer)
+        load_file("", tokenizer)
     with pytest.raises(UserError, match=r"chats.jsonl: the file has no rows"):
         load()
     tokenizer.chat_template = BRACKETS

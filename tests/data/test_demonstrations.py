@@ -1,11 +1,9 @@
 """Demonstrations as rows: which tokens are learned."""
 
-import numpy as np
 import pytest
 
-from semrl_jax.data import arithmetic_demonstrations
+from semrl_jax.data import demonstration_rows
 from semrl_jax.data.arithmetic import demonstration_texts
-from semrl_jax.data.demonstrations import demonstration_rows
 
 
 def test_rows_by_hand(tokenizer):
@@ -22,17 +20,13 @@ def test_rows_by_hand(tokenizer):
 
 
 def test_arithmetic_demonstrations_hold_the_texts(tokenizer):
-    rows = arithmetic_demonstrations(tokenizer, seed=1, size=200)
+    rows = demonstration_rows(tokenizer, demonstration_texts(1, 200))
     assert rows.token_ids.shape == (200, 65)
     for i, (prompt, response) in enumerate(demonstration_texts(1, 200)):
         valid, learned = rows.segment_ids[i] == 1, rows.loss_mask[i]
         assert tokenizer.decode(rows.token_ids[i][valid]) == prompt + response + "<eos>"
         assert tokenizer.decode(rows.token_ids[i][learned]) == response + "<eos>"
     assert rows.loss_mask.sum(1).max() == 53
-    again = arithmetic_demonstrations(tokenizer, seed=1, size=200)
-    np.testing.assert_array_equal(rows.token_ids, again.token_ids)
-    truthful = arithmetic_demonstrations(tokenizer, 1, 200, forget_probability=0.0)
-    assert (truthful.token_ids != rows.token_ids).any()
 
 
 def test_what_does_not_fit_is_refused(tokenizer):

@@ -97,16 +97,18 @@ def test_a_completion_follows_the_tokens_of_its_prompt(tmp_path, adds_bos):
     tokenizer = make_tokenizer(tmp_path, adds_bos=adds_bos)
     rows = [{"prompt": "The capital of", "completion": " France"}]
     file = write(tmp_path / "set.jsonl", rows)
-    options = {"row_format": "prompt_completion", "max_tokens": 99}
-    (found,) = data.load_conversations([file], tokenizer, **options).conversations
+
+    def load(**options):
+        reader = data.conversation_reader(tokenizer, row_format="prompt_completion", **options)
+        return data.load_conversations([file], tokenizer, reader).conversations
+
+    (found,) = load()
     whole = tokenizer("The capital of France")["input_ids"]
     assert found.token_ids.tolist() == [*whole, tokenizer.eos_token_id]
     learned = found.token_ids[found.loss_mask]
     assert tokenizer.bos_token_id not in learned and learned[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(learned[:-1]).strip() == "France"
-    (off,) = data.load_conversations(
-        [file], tokenizer, add_special_tokens=False, **options
-    ).conversations
+    (off,) = load(add_special_tokens=False)
     np.testing.assert_array_equal(off.token_ids, found.token_ids[adds_bos:])
     # A special token in the text of a span is learned; one that is added before it is not.
     text = f"{tokenizer.bos_token}1"

@@ -4,6 +4,7 @@ import copy
 import datetime
 import decimal
 import hashlib
+import inspect
 import json
 import os
 
@@ -12,13 +13,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from semrl_jax.data import (
-    PromptDataset,
-    PromptExample,
-    columns_hash,
-    dataset_hash,
-    load_prompts,
-)
+from semrl_jax import data
+from semrl_jax.data import PromptDataset, PromptExample, columns_hash, dataset_hash
 from semrl_jax.data import rows as rows_module
 from semrl_jax.data.files import MAX_LINE_BYTES, RowError, read_rows
 from semrl_jax.data.loading import _CHUNK_ROWS
@@ -29,6 +25,12 @@ ROWS = [
     {"q": "{input}", "meta": {"truth": "3"}, "messages": [{"content": "2"}], "a.b": 27.0, "c": "1"},
 ]
 GOOD = b'{"question": "1", "answer": "1"}\n'
+
+
+def load_prompts(paths, tokenizer, **options):
+    of_reader = inspect.signature(data.row_reader).parameters.keys() & options.keys()
+    reader = data.row_reader(**{name: options.pop(name) for name in of_reader})
+    return data.load_prompts(paths, tokenizer, reader, **options)
 
 
 def write(path, rows):
@@ -424,7 +426,7 @@ def test_long_prompts_are_dropped_or_kept(tokenizer, tmp_path):
     assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_too_long == 2
     assert lines == ["2 of 4 prompts have more than max_prompt_tokens=3 tokens and are left out."]
     # The tokens of the template count.
-    kept = {"template": "Q:{input}", "too_long": "keep", "report": lines.append}
+    kept = {"template": "Q:{input}", "keep_long": True, "report": lines.append}
     lines.clear()
     assert len(load_prompts(path, tokenizer, max_prompt_tokens=11, **kept)) == 4 and not lines
     dataset = load_prompts(path, tokenizer, max_prompt_tokens=10, **kept)
@@ -433,31 +435,15 @@ def test_long_prompts_are_dropped_or_kept(tokenizer, tmp_path):
         f"benchmark set: {path}, line 4: the prompt has 11 tokens, more than max_prompt_tokens=10; "
         "it is not sampled and counts as wrong."
     ]
-    for too_long in ("drop", "keep"):  # with this limit, no prompt is left
+    for keep_long in (False, True):  # with this limit, no prompt is left
         with pytest.raises(
             UserError, match=r"none of the 4 prompts has at most .*=1 .* shortest has 2"
         ):
-            load_prompts(path, tokenizer, max_prompt_tokens=1, too_long=too_long)
-    with pytest.raises(UserError, match="too_long='truncate' is unknown"):
-        load_prompts(path, tokenizer, too_long="truncate")
+            load_prompts(path, tokenizer, max_prompt_tokens=1, keep_long=keep_long)
     write(path, [problem(), *(problem("1" * n) for n in range(2, 9))])
     lines.clear()
-    load_prompts(path, tokenizer, max_prompt_tokens=1, too_long="keep", report=lines.append)
+    load_prompts(path, tokenizer, max_prompt_tokens=1, keep_long=True, report=lines.append)
     assert len(lines) == 6 and lines[-1].startswith("7 of 8 prompts have more than")
-    for numbers in ({"max_prompt_tokens": 0}, {"num_rows": -1}):
-        with pytest.raises(UserError, match="must be at least 1 and num_rows"):
-            load_prompts(path, tokenizer, **numbers)
-
-
-def test_special_tokens_are_added_only_if_asked(tmp_path):
-    class Adding:
-        def __call__(self, texts, add_special_tokens):
-            return {"input_ids": [[9] * add_special_tokens + [1]] * len(texts)}
-
-    path = write(tmp_path / "set.jsonl", [problem()])
-    for add, expected in [(False, [1]), (True, [9, 1])]:
-        dataset = load_prompts(path, Adding(), add_special_tokens=add)
-        assert dataset.examples[0].prompt_ids.tolist() == expected
 
 
 def example(ids=(1, 2), answer="3", source="s", prompt="p", index=0):

@@ -51,7 +51,7 @@ def test_held_out_problems_are_never_trained_on():
     assert len({p.question for p in held_out}) == 600
     training = procedural.training_problems(entries, 0, 4000, 300)
     assert not {p.question for p in training} & {p.question for p in held_out}
-    assert sum(p.source == "gcd" for p in training) == 3000  # by the weights
+    assert sum(p.data_source == "gcd" for p in training) == 3000  # by the weights
     assert training == procedural.training_problems(entries, 0, 4000, 300)
     assert training != procedural.training_problems(entries, 1, 4000, 300)
     assert held_out == procedural.held_out_problems(entries, 300)
@@ -76,7 +76,7 @@ def test_a_data_set_with_too_few_problems_says_so():
 
 
 def verdict(problem, response):
-    row = json.loads(problem.row)
+    row = json.loads(problem.columns)
     return reasoning_gym.verify(response, problem.answer, VerifierSettings(), row)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from semrl_jax.data import (
     PromptDataset,
     PromptExample,
-    arithmetic_held_out_prompts,
+    arithmetic,
     arithmetic_prompts,
     build_dataset,
     next_prompts,
@@ -112,8 +112,8 @@ def test_special_tokens_are_added_only_if_asked():
 
 
 def test_arithmetic_prompts(tokenizer):
-    train = arithmetic_prompts(tokenizer, seed=0, size=300)
-    test = arithmetic_held_out_prompts(tokenizer)
+    train = arithmetic_prompts(tokenizer, arithmetic.training_problems(seed=0, size=300))
+    test = arithmetic_prompts(tokenizer, arithmetic.held_out_problems())
     assert (len(train), len(test), train.num_too_long) == (300, 512, 0)
     assert not {e.prompt for e in train.examples} & {e.prompt for e in test.examples}
     for example in (*train.examples, *test.examples):
@@ -121,4 +121,3 @@ def test_arithmetic_prompts(tokenizer):
         assert example.answer == str(eval(question))
         assert example.prompt_ids.shape == (12,)
         assert tokenizer.decode(example.prompt_ids) == example.prompt
-    assert len(arithmetic_held_out_prompts(tokenizer, 10)) == 10

@@ -1,5 +1,6 @@
 """The text of every template, and chat templates against the tokenisation of transformers."""
 
+import hashlib
 import pathlib
 
 import pytest
@@ -7,20 +8,40 @@ import tokenizers
 import transformers
 
 from semrl_jax.data import load_prompts
-from semrl_jax.data.templates import FORMATS, STOP_STRINGS, TEMPLATES, prompt_renderer
+from semrl_jax.data.templates import (
+    _PYTHON_GUIDELINES,
+    FORMATS,
+    STOP_STRINGS,
+    TEMPLATES,
+    prompt_renderer,
+)
 from semrl_jax.support.errors import UserError
 from tests.cases import slow_after
 
 QUESTION = "What is {1}+{input}?"
-GUIDELINES = (
-    "Integrate step-by-step reasoning and Python code to solve math problems using the following "
-    "guidelines:\n\n- Analyze the question and write functions to solve the problem; the function "
-    "should not take any arguments.\n- Present the final result in LaTeX using a `\\boxed{}` "
-    "without any units.\n- Utilize the `pi` symbol and `Rational`` from Sympy for $\\pi$ and "
-    "fractions, and simplify all fractions and square roots without converting them to decimal "
-    "values.\n\nHere are some examples you may refer to:\n\n---\n\n"
-)
 SHOTS = [("1+{input}", "one {input}"), ("2+2", "four")]
+
+
+# First 16 digits of the SHA-256 of each prompt, as in the evaluation of Qwen2.5-Math and VERL.
+RECORDED = {
+    "plain": "689287a6a078d89d", "abel": "e7ff9ea349e1bf0b", "qwen-boxed": "c3e04b2adef9089c",
+    "qwen25-math-cot": "768912ebb4764036", "mathstral": "fce891bc7cd1947b",
+    "direct": "a5a2fc380560f6b5", "cot": "a5a2fc380560f6b5", "deepseek-math": "174ca02a12cf7c92",
+    "deepseek-r1": "e420dd0d86737332", "mistral": "44ab4f825e76895e", "numina": "3f92e519767e9b51",
+    "pal": "e934c7b0252cdef3", "tool-integrated": "ba4c4df46ca4c128", "tora": "843857447223aecf",
+    "self-instruct": "26a38c8cb428a32f", "wizard_zs": "689714739b73376e",
+    "platypus_fs": "a5878fde9a011a73", "kpmath": "4fcbc6d86a8ba99f", "jiuzhang": "b909c4fad7d59a5b",
+    "jiuzhang_tora": "f17d39d95ba58979", "jiuzhang_nl": "d1699446ecc12bc3",
+    "mmiqc": "4954cecf638a04f7", "shepherd": "fab60fbbf9e9ca39",
+    "internlm-math-fs": "9c642f76d025c5de", "internlm-math-chat": "bef30699b3da221a",
+    "o1_cot": "4a6d3d8e881aa623",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_has_its_recorded_text(tokenizer, name):
+    (text, _) = prompt_renderer(name, tokenizer)([QUESTION, "1"])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == RECORDED[name]
 
 
 @pytest.mark.parametrize(
@@ -28,89 +49,11 @@ SHOTS = [("1+{input}", "one {input}"), ("2+2", "four")]
     [
         ("plain", "What is {1}+{input}?"),
         ("abel", "Question:\nWhat is {1}+{input}?\nAnswer:\nLet's think step by step.\n"),
-        (
-            "qwen-boxed",
-            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-            "What is {1}+{input}?\nPlease reason step by step, and put your final answer within "
-            "\\boxed{}.<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "qwen25-math-cot",
-            "<|im_start|>system\nPlease reason step by step, and put your final answer within "
-            "\\boxed{}.<|im_end|>\n<|im_start|>user\nWhat is {1}+{input}?<|im_end|>\n"
-            "<|im_start|>assistant\n",
-        ),
-        (
-            "mathstral",
-            "What is {1}+{input}?\nPlease reason step by step, and put your final answer within "
-            "\\boxed{}.",
-        ),
-        ("direct", "Question: What is {1}+{input}?\nAnswer: "),
-        ("cot", "Question: What is {1}+{input}?\nAnswer: "),
-        (
-            "deepseek-math",
-            "User: What is {1}+{input}?\nPlease reason step by step, and put your final answer "
-            "within \\boxed{}.\n\nAssistant:",
-        ),
-        ("mistral", "[INST] What is {1}+{input}?[/INST]"),
-        ("numina", "### Problem: What is {1}+{input}?\n### Solution:"),
-        ("pal", "Question: What is {1}+{input}?\n\n"),
-        ("tool-integrated", f"{GUIDELINES}Question: What is {{1}}+{{input}}?\n\nSolution:\n"),
-        ("tora", f"{GUIDELINES}<|user|>\nWhat is {{1}}+{{input}}?\n<|assistant|>\n"),
-        ("self-instruct", "<|user|>\nWhat is {1}+{input}?\n<|assistant|>\n"),
-        (
-            "wizard_zs",
-            "### Instruction:\nWhat is {1}+{input}?\n\n### Response: Let's think step by step.",
-        ),
-        (
-            "platypus_fs",
-            "Below is an instruction that describes a task. Write a response that appropriately "
-            "completes the request.\n\n### Instruction:\n### Instruction:\nWhat is {1}+{input}?"
-            "\n\n### Response:\n\n\n### Response:\n",
-        ),
-        (
-            "kpmath",
-            "User: Please reason step by step and put your final answer at the end with "
-            '"The answer is: ".\n\nWhat is {1}+{input}?\n\nAssistant:',
-        ),
-        ("jiuzhang", "## Question\nWhat is {1}+{input}?\n\n## Solution\n"),
-        ("jiuzhang_tora", "## Question\nWhat is {1}+{input}?\n\n## Code Solution\n"),
-        ("jiuzhang_nl", "## Question\nWhat is {1}+{input}?\n\n## Natural Language Solution\n"),
-        (
-            "mmiqc",
-            "Please solve the following problem and put your answer at the end with "
-            '"The answer is: ".\n\nWhat is {1}+{input}?\n\n',
-        ),
-        ("shepherd", "What is {1}+{input}?\n"),
-        ("internlm-math-fs", "Question:What is {1}+{input}?\nAnswer:"),
-        (
-            "internlm-math-chat",
-            "<|im_start|>user\nWhat is {1}+{input}?<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "o1_cot",
-            "[Round 0] USER:\nWhat is {1}+{input}?\nPlease reason step by step, and put your "
-            "final answer within \\boxed{}. ASSISTANT:\n",
-        ),
-        (
-            "deepseek-r1",
-            "A conversation between User and Assistant. The user asks a question, and the "
-            "Assistant solves it. The assistant first thinks about the reasoning process in the "
-            "mind and then provides the user with the answer. The reasoning process and answer are "
-            "enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., "
-            "<think> reasoning process here </think> <answer> answer here </answer>. User: "
-            "What is {1}+{input}?. Assistant:",
-        ),
         ("Problem: {input}\\boxed{}", "Problem: What is {1}+{input}?\\boxed{}"),
     ],
 )
 def test_question_is_inserted_as_it_is(tokenizer, name, text):
     assert prompt_renderer(name, tokenizer)([QUESTION, "1"])[0] == text
-
-
-def test_every_template_is_spelled_out_above():
-    [parameters] = test_question_is_inserted_as_it_is.pytestmark
-    assert set(TEMPLATES) == {name for name, _ in parameters.args[1]} & set(TEMPLATES)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +68,7 @@ def test_every_template_is_spelled_out_above():
          "<|im_start|>system\nPlease reason step by step, and put your final answer within "
          "\\boxed{}.<|im_end|>\n<|im_start|>user\n1+{input}\none {input}\n\n2+2\nfour\n\nQ"
          "<|im_end|>\n<|im_start|>assistant\n"),
-        ("tora", f"{GUIDELINES}<|user|>\n1+{{input}}\n<|assistant|>\none {{input}}\n"
+        ("tora", f"{_PYTHON_GUIDELINES}<|user|>\n1+{{input}}\n<|assistant|>\none {{input}}\n"
                  "<|user|>\n2+2\n<|assistant|>\nfour\n<|user|>\nQ\n<|assistant|>\n"),
         ("Q: {input}\nA:", "Q: 1+{input}\nA: one {input}\n\nQ: 2+2\nA: four\n\nQ: Q\nA:"),
         ("Q: {input}\n", "Q: 1+{input}\none {input}\n\nQ: 2+2\nfour\n\nQ: Q\n"),

@@ -16,7 +16,7 @@ from semrl_jax.data import (
     load_tokenizer,
     tokenizer_hash,
 )
-from semrl_jax.data.tokenizer import CHARACTERS
+from semrl_jax.data.tokenizer import _SETTINGS_FILES, CHARACTERS
 from semrl_jax.support.errors import UserError
 
 
@@ -153,16 +153,7 @@ DEEP = "[" * 100_000
 @pytest.mark.parametrize(
     "content", ["{", "[]", "null", DEEP, '{"a": ' + DEEP[:900] + "]" * 900 + "}"]
 )
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "config.json",
-        "generation_config.json",
-    ],
-)
+@pytest.mark.parametrize("name", _SETTINGS_FILES)
 def test_a_damaged_file_is_named(directory, name, content):
     (directory / name).write_text(content)
     with pytest.raises(UserError, match=rf"/{name} (is not JSON|must hold a JSON object)"):

@@ -134,9 +134,8 @@ def test_conversations_can_be_trained_on(tmp_path, tokenizer):
     items = [make_scored(i, response=f"1+{i}") for i in range(2)]
     files.write_table(tmp_path / files.RESPONSES, table_of(items))
     files.write_conversations(tmp_path, only_correct=False, system_prompt="")
-    loaded = data.load_conversations(
-        [tmp_path / files.CONVERSATIONS], tokenizer, row_format="prompt_completion"
-    )
+    reader = data.conversation_reader(tokenizer, row_format="prompt_completion")
+    loaded = data.load_conversations([tmp_path / files.CONVERSATIONS], tokenizer, reader)
     texts = [tokenizer.decode(c.token_ids[c.loss_mask]) for c in loaded.conversations]
     assert texts == [f"1+{i}{tokenizer.eos_token}" for i in range(2)]
 

@@ -45,7 +45,7 @@ def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
         [
             (
                 [],
-                "first argument must be one of metrics, correlation, growth, study, but there",
+                "first argument must be one of metrics, correlation, study, but there",
             ),
             (["plot"], "not 'plot'"),
             (["metrics", "again"], "'again' is not a flag"),

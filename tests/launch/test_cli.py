@@ -54,11 +54,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path):
             cli.output_file("output", str(bad))
 
 
-def test_commands_check_their_output_first():
-    result = run("launch.analyze", "growth", "--output=/proc")
-    assert_one_line(result, "--output=/proc cannot be made or written: No such")
-
-
 def test_flags_override_fields(parse):
     config = parse(
         QUICKSTART, "--config.training.num_steps", "7", "--config.shaping.target=none",

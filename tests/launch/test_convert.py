@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from launch.convert import convert
 from semrl_jax import data, models
+from semrl_jax.data import arithmetic
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
@@ -246,7 +247,7 @@ def test_transformers_and_our_engine_give_the_same_responses(tmp_path):
     assert "Traceback" not in result.stderr
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     reference = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    problems = data.arithmetic_held_out_prompts(tokenizer, 4).examples
+    problems = data.arithmetic_prompts(tokenizer, arithmetic.held_out_problems()[:4]).examples
     ours = greedy_responses(exported, tokenizer, problems)
     for problem, response in zip(problems, ours):
         prompt = torch.tensor(np.asarray(problem.prompt_ids))[None]

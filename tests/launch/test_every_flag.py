@@ -140,7 +140,6 @@ THOROUGH = [
         "--stride=2 --output={home}/study"
     ),
     Case("analyze study --run={home}/run --step=1 --stride=4 --output={home}/studied"),
-    Case("analyze growth --responses=4 --tokens=64 --seed=1 --stride=16 --output={home}/growth"),
     Case(
         f"rollout --config={TINY} --engine=jax --host=127.0.0.1 --port=0 --cores=0 "
         "--tls_certificate={home}/certs/replica-gpu7.pem "

@@ -14,7 +14,7 @@ import pytest
 
 from launch import prepare_data
 from launch.prepare_data import DATASETS, with_progress, write_rows
-from semrl_jax.data import load_prompts
+from semrl_jax.data import load_prompts, row_reader
 from semrl_jax.support.errors import UserError
 from tests.launch.conftest import ROOT, run
 
@@ -78,7 +78,7 @@ def test_gsm8k_keeps_question_and_answer_as_published(tokenizer, tmp_path, given
         "--config.data.row_format=question_answer --config.data.answer_after='####'"
     )
     assert [path.name for path in output.parent.iterdir()] == [output.name]
-    dataset = load_prompts(output, tokenizer, answer_after="####")
+    dataset = load_prompts(output, tokenizer, row_reader(answer_after="####"))
     assert [(e.prompt, e.answer, e.data_source) for e in dataset.examples] == [
         ("1+1?", "2", "gsm8k"),
         ("600*2?", "1,200", "gsm8k"),
@@ -99,7 +99,7 @@ def test_simplerl_rows_stay_as_they_are(tokenizer, tmp_path, given, wanted):
     else:
         rows = pyarrow.parquet.read_table(output).to_pylist()
     assert rows == [SIMPLERL[0], SIMPLERL[2]]
-    dataset = load_prompts(output, tokenizer, row_format="simplerl")
+    dataset = load_prompts(output, tokenizer, row_reader("simplerl"))
     assert [(e.prompt, e.answer) for e in dataset.examples] == [("Q:0\nA:", "2"), ("Q:2\nA:", "4")]
 
 

@@ -8,6 +8,7 @@ import pytest
 from semrl_jax import metrics
 from semrl_jax.metrics.batch import _measure_batch
 from semrl_jax.metrics.names import ORDERS
+from tests.cases import slow_after
 from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
@@ -65,18 +66,20 @@ def test_gram_metrics_match_float64(batch):
     check(measured, *batch, "exact", rtol=1e-3, atol=5e-3, names=names)  # as documented
 
 
-def test_the_series_of_a_metric_is_that_of_its_prefixes(batch):
-    # This window appends the whole response.
-    options = {"stride": STRIDE, "window": "later", "method": "svd"}
+@pytest.mark.parametrize("window", slow_after(2, ["later", "release", "exact"]))
+def test_the_series_of_a_metric_is_that_of_its_prefixes(batch, window):
     names = {"names": ("effective_rank", "curvature"), "series": ("effective_rank",)}
-    found = metrics.hidden_state_metrics(*batch, **options, **names)
+    found = metrics.hidden_state_metrics(
+        *batch, stride=STRIDE, window=window, method="svd", **names
+    )
     value, valid = found.pop(metrics.MetricKey("effective_rank", "series"))
     assert {key.order for key in found} == {"value", "velocity", "acceleration"}
     for row, states, mask in zip(np.arange(len(value)), *batch):
-        ranks = metrics.rank_series(states, mask, **options)
-        assert valid[row].sum() == ranks.num_windows
-        # The same sums in another program.
-        np.testing.assert_allclose(value[row], ranks.effective_rank, rtol=1e-5, atol=1e-6)
+        expected = oracle.series(oracle.effective_rank, states[mask], STRIDE, window)
+        count = len(expected)
+        assert valid[row, :count].all() and not valid[row, count:].any()
+        np.testing.assert_allclose(value[row, :count], expected, rtol=2e-5)
+        assert not value[row, count:].any()
 
 
 def test_a_series_needs_the_orders_of_its_metric(batch):
@@ -160,7 +163,7 @@ def test_dataset_metrics_treat_mean_states_as_one_response(batch):
         expected = rows.mean(axis=0, dtype=np.float64) if len(rows) else np.zeros(10)
         # 1e-6 of entries near 1: one float32 sum.
         np.testing.assert_allclose(means[i], expected, rtol=1e-5, atol=1e-6)
-    measured = metrics.dataset_metrics(means, stride=1, row_mask=mask.any(axis=1))
+    measured = metrics.dataset_metrics(means[mask.any(axis=1)], stride=1)
     rows = np.asarray(means)[:5]
     values = oracle.series(oracle.effective_rank, rows, 1, "exact")
     velocity, acceleration = oracle.orders(values)
@@ -173,9 +176,8 @@ def test_dataset_metrics_treat_mean_states_as_one_response(batch):
     assert measured[metrics.MetricKey("curvature")].value == pytest.approx(
         oracle.curvature(rows), rel=1e-5
     )
-    broken = np.insert(np.asarray(means), 2, np.nan, axis=0)  # does not count, like an empty one
-    row_mask = np.insert(mask.any(axis=1), 2, True)
-    again = metrics.dataset_metrics(broken, stride=1, row_mask=row_mask)
+    broken = np.insert(rows, 2, np.nan, axis=0)  # does not count
+    again = metrics.dataset_metrics(broken, stride=1)
     for key, value in measured.items():
         np.testing.assert_allclose(again[key], value, rtol=1e-5, err_msg=key.label)
 

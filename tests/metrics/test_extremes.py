@@ -97,13 +97,20 @@ def test_a_huge_offset_hides_no_difference(by_gram, names, size):
     np.testing.assert_allclose(found["effective_rank_velocity"][0], velocity, rtol=1e-4)
 
 
+def gram_series(states, stride):
+    """ER of the prefixes by "gram"."""
+    mask, names = np.ones((1, len(states)), bool), ("effective_rank",)
+    options = {"stride": stride, "method": "gram", "names": names, "series": names}
+    found = metrics.hidden_state_metrics(states[None], mask, **options)
+    return np.asarray(found[metrics.MetricKey(*names, "series")].value[0])
+
+
 @pytest.mark.slow
 def test_prefixes_before_the_rows_grow_are_measured():
     states = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
     states[20:] *= np.float32(1e20)
-    found = metrics.rank_series(states, np.ones(60, bool), stride=10, method="gram")
     series = oracle.series(oracle.effective_rank, states, 10, "exact")
-    np.testing.assert_allclose(found.effective_rank, series, rtol=1e-5)
+    np.testing.assert_allclose(gram_series(states, 10), series, rtol=1e-5)
 
 
 def one_direction(rng, num_rows, width, share):
@@ -113,35 +120,33 @@ def one_direction(rng, num_rows, width, share):
     return (u * np.append(1.0, np.full(num_rows - 1, share))) @ v.T
 
 
-def gram_series(states, **options):
-    """ER of the prefixes by "gram", and whether float32 resolves the whole."""
-    mask = np.ones(len(states), bool)
-    found = metrics.rank_series(states, mask, method="gram", **options)
+def is_resolved(states):
+    """Whether float32 resolves the spectrum of all rows."""
     sigma = oracle.singular_values(states)[: min(len(states) - 1, states.shape[1])]
-    return np.asarray(found.effective_rank), sigma[-1] > 2e-3 * sigma[0]
+    return sigma[-1] > 2e-3 * sigma[0]
 
 
 def test_one_prefix_that_float32_does_not_resolve_takes_float64():
     rng = np.random.default_rng(0)
     rows = np.concatenate([one_direction(rng, 12, 20, 3e-4), rng.normal(size=(24, 20))])
-    series, resolved = gram_series(rows.astype(np.float32), stride=12)
-    assert resolved
-    exact = oracle.series(oracle.effective_rank, rows.astype(np.float32), 12, "exact")
-    np.testing.assert_allclose(series, exact, rtol=1e-4)  # float32 alone: 4 % off in the first
+    rows = rows.astype(np.float32)
+    assert is_resolved(rows)
+    exact = oracle.series(oracle.effective_rank, rows, 12, "exact")
+    # Float32 alone is 4 % off in the first.
+    np.testing.assert_allclose(gram_series(rows, 12), exact, rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_the_last_prefix_alone_takes_float64_where_others_are_interpolated():
-    # Prefixes of 10, 20, 30, 40 and 60 rows are measured; the 56th row is huge, those past 60 too.
+def test_the_last_prefix_alone_takes_float64():
+    # The 56th row is huge, and those after the last prefix, of 60 rows, are too.
     rng = np.random.default_rng(0)
     states = rng.normal(size=(69, 6)).astype(np.float32)
     states[55] *= 5e4
     states[60:] *= 5e4
-    series, resolved = gram_series(states, stride=10)
-    assert resolved
+    assert is_resolved(states)
     exact = oracle.series(oracle.effective_rank, states, 10, "exact")
     assert exact[-1] > 1.002  # float32 alone: 1
-    np.testing.assert_allclose(series[[0, 1, 2, 3, 5]], np.array(exact)[[0, 1, 2, 3, 5]], rtol=1e-4)
+    np.testing.assert_allclose(gram_series(states, 10), exact, rtol=1e-4)
 
 
 def test_a_wide_rank_is_counted_in_float64_near_its_threshold():
@@ -187,10 +192,10 @@ def test_gradients_of_metrics_are_zero():
 def test_results_are_32_bits_where_64_are_enabled(num_tokens):
     states, mask = np.ones((num_tokens, 3), np.float32), np.ones(num_tokens, bool)
     with jax.enable_x64(True):
-        found = flat_metrics(states[None], mask[None], stride=2, window="later")
+        found = flat_metrics(
+            states[None], mask[None], stride=2, window="later", series=("effective_rank",)
+        )
         found |= metrics.rank_dynamics(states, mask, stride=2, window="later")._asdict()
-        found |= metrics.rank_series(states, mask, stride=2, window="later")._asdict()
         found["curvature"] = metrics.curvature(states, mask)
     for name, value in found.items():
-        wanted = bool if name.endswith("_valid") else np.int32 if "num_" in name else np.float32
-        assert value.dtype == wanted, name
+        assert value.dtype == (bool if name.endswith("_valid") else np.float32), name

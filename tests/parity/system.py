@@ -18,8 +18,8 @@ from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.algorithms.credit import Memory, assign_credit
 from semrl_jax.metrics import flatten
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.rewards import Verdict
-from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.rewards import group_rewards
 from semrl_jax.sampling.scoring import Scored, ScoredRollout

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from semrl_jax import metrics
+from semrl_jax.metrics import measurer
 from semrl_jax.metrics.records import encode
-from semrl_jax.rollout import measurer
 from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
 from tests.rollout.client.test_client import sync
 from tests.rollout.conftest import FAKE, assert_complete, make_requests, wait_until

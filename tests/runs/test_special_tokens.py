@@ -82,10 +82,11 @@ def test_every_use_of_a_prompt_has_the_same_tokens(config, added, capsys):
     conversation = chat.Conversation.__new__(chat.Conversation)
     conversation._inference, conversation._template, conversation._turns = parts, TEMPLATE, []
     assert conversation._prompt_ids(QUESTIONS[0]).tolist() == expected[0]
-    loaded = data.load_conversations(
-        config.sft.files, tokenizer, row_format="prompt_completion", prompt_fields=("question",),
+    reader = data.conversation_reader(
+        tokenizer, row_format="prompt_completion", prompt_fields=("question",),
         template=TEMPLATE, add_special_tokens=added,
     )  # fmt: skip
+    loaded = data.load_conversations(config.sft.files, tokenizer, reader)
     whole = tokenizer([f"{text}2" for text in texts], add_special_tokens=added)["input_ids"]
     for conversation, ids in zip(loaded.conversations, whole, strict=True):
         assert conversation.token_ids.tolist() == [*ids, tokenizer.eos_token_id]

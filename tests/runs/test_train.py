@@ -14,7 +14,7 @@ import pytest
 
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.runs import lifecycle, run, train
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.runs.starting_model import with_own_model

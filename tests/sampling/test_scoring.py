@@ -13,9 +13,9 @@ import pytest
 
 from semrl_jax import data
 from semrl_jax.metrics import MetricKey
+from semrl_jax.metrics.measurer import MAX_GROUP, Measured, Measurer
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
-from semrl_jax.rollout.measurer import MAX_GROUP, Measured, Measurer
 from semrl_jax.sampling.requests import Draw
 from semrl_jax.sampling.scoring import Scored, score_and_measure
 from semrl_jax.sampling.weights import Weights

@@ -84,7 +84,10 @@ def conversations(directory, tmp_path_factory):
 
     file = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
-    return data.load_conversations([file], directory[1], max_tokens=MAX_TOKENS).conversations
+    reader = data.conversation_reader(directory[1])
+    return data.load_conversations(
+        [file], directory[1], reader, max_tokens=MAX_TOKENS
+    ).conversations
 
 
 def learned_by_hand(chat):

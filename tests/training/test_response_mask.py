@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.algorithms import importance_weights
-from semrl_jax.analysis import runs
+from semrl_jax.analysis import study_sources
 from semrl_jax.metrics import MetricKey
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.runs import train
@@ -198,7 +198,7 @@ def test_a_run_whose_responses_hold_context(config, tmp_path, rewarded, monkeypa
     assert row["response/length/mean"] == pytest.approx(np.mean(lengths))
     assert sum(lengths) < sum(map(len, table["response_ids"]))
     # A later study of the run measures the same rows.
-    states, _ = runs.run_states(tmp_path / "rollout")
+    states, _ = study_sources.states_of_run(tmp_path / "rollout")
     ranks = table["metrics/effective_rank"]
     for rows, length, rank in zip(states[0], lengths, ranks, strict=True):
         assert len(rows) == length

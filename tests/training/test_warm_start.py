@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from semrl_jax import data, models
+from semrl_jax.data.arithmetic import demonstration_texts
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.warm_start import fit_demonstrations
 
@@ -25,7 +26,7 @@ def fit(seed=0, num_steps=30, learning_rate=1e-2):
     losses = []
     params = fit_demonstrations(
         policy, policy.init(jax.random.key(seed)),
-        data.arithmetic_demonstrations(tokenizer, 0, 64),
+        data.demonstration_rows(tokenizer, demonstration_texts(0, 64)),
         num_steps=num_steps, batch_size=16, micro_batch_size=8, learning_rate=learning_rate,
         seed=seed,
         report=lambda step, loss: losses.append(loss),
@@ -55,7 +56,7 @@ def test_a_rate_that_is_too_high_ends_it():
 def test_it_is_a_loop_of_adamw():
     """The mean over the tokens of whole batches, as Optax would train it."""
     tokenizer, policy = data.character_tokenizer(), make_policy()
-    shown = data.arithmetic_demonstrations(tokenizer, 0, 8)
+    shown = data.demonstration_rows(tokenizer, demonstration_texts(0, 8))
     options = {"num_steps": 44, "batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-2}
     losses = []
     params = fit_demonstrations(

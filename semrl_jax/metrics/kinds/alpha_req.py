@@ -1,40 +1,24 @@
-"""alpha-ReQ of one response: how fast the eigenvalues of its covariance fall."""
+"""alpha-ReQ: how fast the eigenvalues of the covariance fall.
+
+alpha is the exponent of lambda_j ~ j^-alpha, fitted to the descending eigenvalues: minus the slope
+of the least-squares line of log lambda_j over log j, with weights 1 / j, so that each octave of j
+counts the same. The eigenvalues are those of singular values above sigma_max * max(T, D) * eps of
+float32, as counted by `traditional_rank`.
+
+At least 0: 0 for equal eigenvalues. 0.0 if T < 3 or if fewer than two eigenvalues are above
+rounding.
+
+Source: Agrawal et al. 2022 (arXiv:2202.05808), with the weighted fit of Stringer et al. 2019. They
+fit a fixed range of j in data sets; a response has too few eigenvalues for that, so all are used
+here.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
-from semrl_jax.metrics.prefixes import whole_response
-
-
-def alpha_req(
-    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]
-) -> Float[Array, ""]:
-    """Fits lambda_j ~ j^-alpha to the descending eigenvalues of the covariance.
-
-    alpha is minus the slope of the least-squares line of log lambda_j over log j, with weights
-    1 / j, so that each octave of j counts the same. The eigenvalues are those of singular values
-    above sigma_max * max(T, D) * eps of float32, as counted by `traditional_rank`. Computed in
-    float64.
-
-    Args:
-      hidden_states, response_mask: as in `effective_rank`.
-
-    Returns:
-      Float32, at least 0: 0 for equal eigenvalues. 0.0 if T < 3, if fewer than two eigenvalues are
-      above rounding, or if a valid row is not finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape or dtype.
-
-    Source: Agrawal et al. 2022 (arXiv:2202.05808), with the weighted fit of Stringer et al. 2019.
-    They fit a fixed range of j in data sets; a response has too few eigenvalues for that, so all
-    are used here.
-    """
-    return whole_response(METRIC, hidden_states, response_mask, "svd")
 
 
 def alpha_req_of(

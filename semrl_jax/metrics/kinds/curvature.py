@@ -1,4 +1,13 @@
-"""Curvature: how sharply the path of hidden states turns from token to token."""
+"""Curvature: how sharply the path of hidden states turns from token to token.
+
+v_t = z_(t+1) - z_t without those of norm <= 1e-6; the mean over t of arccos cos(v_t, v_(t+1)).
+The rows z are not centred, and a step leads from one valid row to the next.
+
+In radians in [0, pi]; 0.0 if fewer than two steps remain.
+
+Source: the reference implementation, which works in bfloat16 and omits the pairs at every 256th
+step. This function does neither.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +18,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.inputs import AnyArray, Rows, compact
+from semrl_jax.metrics.inputs import Rows
 from semrl_jax.metrics.metric import Metric
 
 MIN_STEP = 1e-6  # a step of at most this length has no direction
 BLOCK_STEPS = 64  # with 3584 dimensions they fit in the cache of a core
-
-
-def curvature(
-    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]
-) -> Float[Array, ""]:
-    """Computes the mean angle between successive steps of the hidden states.
-
-    v_t = z_(t+1) - z_t without those of norm <= 1e-6; the mean over t of arccos cos(v_t, v_(t+1))
-
-    Args:
-      hidden_states: any real float dtype, not centred; rows outside the mask may hold anything.
-      response_mask: True on tokens that count; a step leads from one valid row to the next.
-
-    Returns:
-      Float32 radians in [0, pi]; 0.0 if fewer than two steps remain or a valid row is not finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape or dtype.
-
-    Source: the reference implementation, which works in bfloat16 and omits the pairs at every 256th
-    step. This function does neither.
-    """
-    rows = compact(hidden_states, response_mask)
-    return jnp.where(rows.finite, prefix_curvature(rows)(rows.num_tokens), 0.0)
 
 
 def prefix_curvature(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
@@ -57,8 +42,7 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
 
     Entry t belongs to the step from row t to row t + 1; N = max(T - 1, 0).
     """
-    # Metrics have no gradient. The square root would have the gradient NaN on a straight line.
-    states, num_tokens = jax.lax.stop_gradient(rows.states), rows.num_tokens
+    states, num_tokens = rows.states, rows.num_tokens
     num_steps = max(states.shape[0] - 1, 0)
     if num_steps == 0:
         return jnp.zeros(num_steps, jnp.float32), jnp.zeros(num_steps, bool)

@@ -1,4 +1,15 @@
-"""Intrinsic dimension of one response by the distances to two nearest neighbours (TwoNN)."""
+"""Intrinsic dimension of a response by the distances to two nearest neighbours (TwoNN).
+
+(N - 1) / sum_i log(r_i2 / r_i1), where r_i1 and r_i2 are the distances of row i to its nearest and
+second nearest neighbours. If the N rows fill a manifold of d dimensions evenly on that scale,
+r_i2 / r_i1 has a Pareto distribution of exponent d, and this is its unbiased estimate. Of equal
+rows, only the first counts. Computed in float64.
+
+Above 0; 0.0 if fewer than three different rows remain, or if all ratios are one.
+
+Source: Facco et al. 2017, arXiv:1803.06992, who fit the distribution of the ratios by a line; the
+estimate in closed form is that of Denti et al., arXiv:2104.13832.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +17,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from semrl_jax.metrics.directions import of_prefixes
-from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, compact
+from semrl_jax.metrics.inputs import Rows, anchor
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.spectrum import symmetric_product, with_float64
 
@@ -17,38 +28,11 @@ from semrl_jax.metrics.spectrum import symmetric_product, with_float64
 EQUAL = 1e-13
 
 
-def intrinsic_dimension(
-    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]
-) -> Float[Array, ""]:
-    """Computes (N - 1) / sum_i log(r_i2 / r_i1).
-
-    r_i1 and r_i2 are the distances of row i to its nearest and second nearest neighbours. If the N
-    rows fill a manifold of d dimensions evenly on that scale, r_i2 / r_i1 has a Pareto distribution
-    of exponent d, and this is its unbiased estimate. Computed in float64.
-
-    Args:
-      hidden_states: any real float dtype; rows outside the mask may hold anything.
-      response_mask: True on tokens that count. Of equal rows, only the first counts.
-
-    Returns:
-      Float32, above 0; 0.0 if fewer than three different rows remain, if all ratios are one, or if
-      a valid row is not finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape or dtype.
-
-    Source: Facco et al. 2017, arXiv:1803.06992, who fit the distribution of the ratios by a line;
-    the estimate in closed form is that of Denti et al., arXiv:2104.13832.
-    """
-    rows = compact(hidden_states, response_mask)
-    return jnp.where(rows.finite, prefix_dimension(rows)(rows.num_tokens), 0.0)
-
-
 def prefix_dimension(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
     """Intrinsic dimension of the first rows, as a function of their number."""
     if rows.states.shape[0] < 3:
         return of_prefixes(jnp.zeros(rows.states.shape[0], jnp.float32))
-    return of_prefixes(with_float64(_dimensions)(jax.lax.stop_gradient(rows)))
+    return of_prefixes(with_float64(_dimensions)(rows))
 
 
 def _dimensions(rows: Rows) -> Float[Array, " T"]:

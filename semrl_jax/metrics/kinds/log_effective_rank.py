@@ -1,27 +1,16 @@
-"""The logarithm of the effective rank of one response."""
+"""The logarithm of the effective rank, in nats; see `effective_rank`.
+
+"svd" has a relative error of 1e-5, "gram" an absolute one of 1e-3. 0.0 if T < 2.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.nested import SpectralSums
-from semrl_jax.metrics.prefixes import EPSILON, whole_response
-
-
-def log_effective_rank(
-    hidden_states: Float[AnyArray, "T D"],
-    response_mask: Bool[AnyArray, " T"],
-    *,
-    method: str = "svd",
-) -> Float[Array, ""]:
-    """Computes log ER in nats; arguments and zeros as in `effective_rank`.
-
-    "svd" has a relative error of 1e-5, "gram" an absolute one of 1e-3.
-    """
-    return whole_response(METRIC, hidden_states, response_mask, method)
+from semrl_jax.metrics.prefixes import EPSILON
 
 
 def log_effective_rank_of(

@@ -1,4 +1,15 @@
-"""Matrix entropy of one response, of any Renyi order."""
+"""Matrix entropy: the Renyi entropy of the eigenvalues of K / trace K, with K = Z Z^T.
+
+q_k = sigma_k^2 / sum sigma^2,  S_a = log(sum q_k^a) / (1 - a)
+
+sigma are the singular values of the valid rows Z, not centred. The metric of the package has order
+a = 1, the von Neumann entropy -sum q log q. `metric_of_order` makes those of other orders, such as
+2, the collision entropy.
+
+In nats in [0, log min(T, D)]; 0.0 if T < 2 or if all rows are zero.
+
+Source: arXiv:1211.2459; arXiv:2502.02013 for the hidden states of a prompt.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +18,10 @@ import math
 import numbers
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from semrl_jax.metrics.entropy import renyi_entropy
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
-from semrl_jax.metrics.prefixes import whole_response
-
-
-def matrix_entropy(
-    hidden_states: Float[AnyArray, "T D"],
-    response_mask: Bool[AnyArray, " T"],
-    *,
-    order: float | int = 1.0,
-    method: str = "svd",
-) -> Float[Array, ""]:
-    """Computes the Renyi entropy of the eigenvalues of K / trace K, with K = Z Z^T.
-
-    q_k = sigma_k^2 / sum sigma^2,  S_a = log(sum q_k^a) / (1 - a)
-
-    sigma are the singular values of the valid rows Z, not centred.
-
-    Args:
-      hidden_states, response_mask, method: as in `effective_rank`.
-      order: a Python number a > 0, or infinity. 1 (default) is the von Neumann entropy
-        -sum q log q, 2 the collision entropy, infinity -log(max q).
-
-    Returns:
-      Float32 nats in [0, log min(T, D)]; 0.0 if T < 2, if all rows are zero or one is not finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape, dtype, method or order.
-
-    Source: arXiv:1211.2459; arXiv:2502.02013 for the hidden states of a prompt.
-    """
-    return whole_response(metric_of_order(order), hidden_states, response_mask, method)
 
 
 @functools.cache

@@ -1,37 +1,19 @@
-"""Participation ratio of one response: the number of directions that share its variance."""
+"""Participation ratio: the number of directions that share the variance of a response.
+
+(sum lambda)^2 / sum lambda^2, lambda the eigenvalues of the covariance. It is the exponential of
+the Renyi entropy of order 2 of lambda / sum lambda.
+
+In [1, min(T - 1, D)]; 0.0 if T < 2 or if all rows are equal.
+
+Source: Gao et al. 2017, doi:10.1101/214262.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
-from semrl_jax.metrics.prefixes import whole_response
-
-
-def participation_ratio(
-    hidden_states: Float[AnyArray, "T D"],
-    response_mask: Bool[AnyArray, " T"],
-    *,
-    method: str = "svd",
-) -> Float[Array, ""]:
-    """Computes (sum lambda)^2 / sum lambda^2, lambda the eigenvalues of the covariance.
-
-    It is the exponential of the Renyi entropy of order 2 of lambda / sum lambda.
-
-    Args:
-      hidden_states, response_mask, method: as in `effective_rank`.
-
-    Returns:
-      Float32 in [1, min(T - 1, D)]; 0.0 if T < 2, if all rows are equal or one is not finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape, dtype or method.
-
-    Source: Gao et al. 2017, doi:10.1101/214262.
-    """
-    return whole_response(METRIC, hidden_states, response_mask, method)
 
 
 def participation_ratio_of(

@@ -1,41 +1,22 @@
-"""RankMe of one response: the effective rank of its states without centring."""
+"""RankMe: the effective rank of a response without centring.
+
+exp(-sum p log p), p_k = sigma_k / sum sigma + 1e-7, where sigma are the min(T, D) singular values
+of the valid rows, not centred. A common offset of the rows is one strong direction, so that RankMe
+is usually far below `effective_rank`.
+
+From 1 to min(T, D), up to the 1e-7; 0.0 if T < 2 or if all rows are zero.
+
+Source: arXiv:2210.02885, which measures the representations of a data set.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
-from semrl_jax.metrics.prefixes import whole_response
 
 EPSILON = 1e-7  # of the paper, for float32
-
-
-def rankme(
-    hidden_states: Float[AnyArray, "T D"],
-    response_mask: Bool[AnyArray, " T"],
-    *,
-    method: str = "svd",
-) -> Float[Array, ""]:
-    """Computes exp(-sum p log p), p_k = sigma_k / sum sigma + 1e-7.
-
-    sigma are the min(T, D) singular values of the valid rows, not centred. A common offset of the
-    rows is one strong direction, so that RankMe is usually far below `effective_rank`.
-
-    Args:
-      hidden_states, response_mask, method: as in `effective_rank`.
-
-    Returns:
-      Float32 from 1 to min(T, D), up to the 1e-7; 0.0 if T < 2, if all rows are zero or one is not
-      finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape, dtype or method.
-
-    Source: arXiv:2210.02885, which measures the representations of a data set.
-    """
-    return whole_response(METRIC, hidden_states, response_mask, method)
 
 
 def rankme_of(

@@ -1,42 +1,26 @@
-"""Entropy of the covariance spectrum of one response."""
+"""Response entropy: the Renyi entropy of order a = 1.0001 of the covariance spectrum.
+
+q_k = lambda_k / sum lambda over lambda_k > 1e-8,  H = log(sum q_k^a) / (1 - a)
+
+lambda are the eigenvalues of the scatter matrix.
+
+In nats in [0, log min(T - 1, D)]; 0.0 if T < 2, or if no eigenvalue exceeds 1e-8 (in units of the
+hidden states squared).
+
+Source: the reference implementation. It evaluates the formula as written, which in float32 costs
+6e-4; here log1p and expm1 keep full precision.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from semrl_jax.metrics.entropy import renyi_entropy
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
-from semrl_jax.metrics.prefixes import EPSILON, whole_response
+from semrl_jax.metrics.prefixes import EPSILON
 
 ORDER = 1.0001
-
-
-def response_entropy(
-    hidden_states: Float[AnyArray, "T D"],
-    response_mask: Bool[AnyArray, " T"],
-    *,
-    method: str = "svd",
-) -> Float[Array, ""]:
-    """Computes the Renyi entropy, of order a = 1.0001, of the eigenvalues of the scatter matrix.
-
-    q_k = lambda_k / sum lambda over lambda_k > 1e-8,  H = log(sum q_k^a) / (1 - a)
-
-    Args:
-      hidden_states, response_mask, method: as in `effective_rank`.
-
-    Returns:
-      Float32 nats in [0, log min(T - 1, D)]; 0.0 if T < 2, if no eigenvalue exceeds 1e-8 (in units
-      of the hidden states squared) or if a valid row is not finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape, dtype or method.
-
-    Source: the reference implementation. It evaluates the formula as written, which in float32
-    costs 6e-4; here log1p and expm1 keep full precision.
-    """
-    return whole_response(METRIC, hidden_states, response_mask, method)
 
 
 def response_entropy_of(

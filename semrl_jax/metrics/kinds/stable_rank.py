@@ -1,36 +1,19 @@
-"""Stable rank of one response: its energy divided by the energy of the strongest direction."""
+"""Stable rank: the energy of a response divided by the energy of its strongest direction.
+
+sum sigma^2 / max sigma^2, sigma the singular values of the centred rows.
+
+In [1, min(T - 1, D)]; 0.0 if T < 2 or if all rows are equal.
+
+Source: Rudelson and Vershynin, arXiv:math/0503442, who take any matrix; the rows are centred here,
+as for `effective_rank`.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
-from semrl_jax.metrics.prefixes import whole_response
-
-
-def stable_rank(
-    hidden_states: Float[AnyArray, "T D"],
-    response_mask: Bool[AnyArray, " T"],
-    *,
-    method: str = "svd",
-) -> Float[Array, ""]:
-    """Computes sum sigma^2 / max sigma^2, sigma the singular values of the centred rows.
-
-    Args:
-      hidden_states, response_mask, method: as in `effective_rank`.
-
-    Returns:
-      Float32 in [1, min(T - 1, D)]; 0.0 if T < 2, if all rows are equal or one is not finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape, dtype or method.
-
-    Source: Rudelson and Vershynin, arXiv:math/0503442, who take any matrix; the rows are centred
-    here, as for `effective_rank`.
-    """
-    return whole_response(METRIC, hidden_states, response_mask, method)
 
 
 def stable_rank_of(

@@ -1,25 +1,15 @@
-"""Rank of one response: the number of singular values above rounding."""
+"""Rank of a response: the number of singular values above sigma_max * max(T, D) * eps of float32.
+
+T are the valid tokens. The noise of float32 Gram eigenvalues lies above this threshold, so the
+values come from float64. 0.0 if T < 2, if all rows are equal, or below 1.2e-38.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
-from semrl_jax.metrics.prefixes import whole_response
-
-
-def traditional_rank(
-    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]
-) -> Float[Array, ""]:
-    """Counts singular values above sigma_max * max(T, D) * eps of float32, T valid tokens.
-
-    Computed in float64, because the noise of float32 Gram eigenvalues lies above this threshold.
-    Arguments, errors and zeros as in `effective_rank`; 0.0 also if all rows are equal, or below
-    1.2e-38.
-    """
-    return whole_response(METRIC, hidden_states, response_mask, "svd")
 
 
 def traditional_rank_of(

@@ -39,11 +39,6 @@ def drift(
     Returns:
       Both 0.0 if no token remains or a valid row is not finite. `linear_cka` is for models whose
       bases differ.
-
-    Raises:
-      ValueError: for a wrong rank, shape or dtype.
-
-    Source: this project.
     """
     check_states(policy, mask, fields=("policy", "mask"))
     check_states(reference, mask, fields=("reference", "mask"))

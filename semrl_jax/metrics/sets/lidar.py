@@ -30,9 +30,6 @@ def lidar(states: Float[AnyArray, "C N D"], mask: Bool[AnyArray, "C N"]) -> Floa
       Float32 in [1, min(C - 1, D)]; 0.0 if fewer than two classes remain, if all their means are
       equal, or if a member under the mask is not finite.
 
-    Raises:
-      ValueError: for a wrong rank, shape or dtype.
-
     Source: arXiv:2312.04000, whose classes are images and whose members are augmentations. The
     paper adds a constant to p against log 0, which is not needed here.
     """

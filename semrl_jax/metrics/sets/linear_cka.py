@@ -16,22 +16,17 @@ from semrl_jax.metrics.spectrum import symmetric_product, with_float64
 def linear_cka(
     first: Float[AnyArray, "T D"], second: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"]
 ) -> Float[Array, ""]:
-    """Computes |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F) of the centred valid rows X and Y.
+    """Computes |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F) of the centred valid rows X and Y, in float64.
 
-    The value is 1 if one set has the rows of the other one, rotated, scaled and moved. It is
-    computed in float64.
+    It is 1 if one set has the rows of the other one, rotated, scaled and moved.
 
     Args:
       first, second: states of the same tokens, such as of a policy and its reference, or of two
-        layers; any real float dtype. The widths may differ. Rows outside the mask may hold
-        anything.
+        layers; any real float dtype. Rows outside the mask may hold anything.
       mask: True on tokens that count.
 
     Returns:
       Float32 in [0, 1]; 0.0 if all rows of a set are equal or a valid row is not finite.
-
-    Raises:
-      ValueError: for a wrong rank, shape or dtype.
 
     Source: arXiv:1905.00414.
     """

@@ -10,9 +10,7 @@ from __future__ import annotations
 import re
 
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings
-from semrl_jax.rewards.verifiers.gsm8k_strict import NUMBER, prepare, verdict_of_number
-
-__all__ = ["prepare", "verify"]
+from semrl_jax.rewards.verifiers.gsm8k_strict import NUMBER, verdict_of_number
 
 ANYWHERE = re.compile(NUMBER)
 

@@ -35,7 +35,3 @@ def verdict_of_number(found: list[str], reference: str) -> Verdict:
     right = parse_number(normalized(marked[-1] if marked else reference))
     correct = None not in (number, right) and number.value == right.value
     return Verdict(float(correct), correct, bool(found), answer, "too_long" if is_long else "")
-
-
-def prepare() -> None:
-    """Nothing to prepare."""

@@ -36,7 +36,3 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
 def roles(text: str) -> dict[str, str]:
     """The role of each person, in lower case; the last one counts."""
     return {name.lower(): role.lower() for name, role in PERSON.findall(text)}
-
-
-def prepare() -> None:
-    """Nothing to prepare."""

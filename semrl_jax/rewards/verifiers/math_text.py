@@ -22,7 +22,3 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
     answer = normalized(answer) if answer else None
     correct = bool(answer) and same_text(answer, normalized(reference))
     return Verdict(float(correct), correct, boxed, answer)
-
-
-def prepare() -> None:
-    """Nothing to prepare."""

@@ -236,7 +236,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         elif "decode" not in kept:
             states = dataclasses.replace(states, kinds=("decode", *kept))
         # In a thread: the first import loads JAX, which takes seconds.
-        measurer = await asyncio.to_thread(importlib.import_module, "semrl_jax.rollout.measurer")
+        measurer = await asyncio.to_thread(importlib.import_module, "semrl_jax.metrics.measurer")
         return measurer.measure_each(
             self._engine.generate(call._replace(hidden_states=states)),
             call.metrics,

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.metrics.records import Measurement, Metrics
-from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import load_module, running

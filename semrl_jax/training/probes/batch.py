@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.training.probes import Probe, Seen, Tools
 
 

@@ -19,12 +19,12 @@ import transformers
 
 from semrl_jax import data, models
 from semrl_jax.metrics import MetricKey
+from semrl_jax.metrics.measurer import Measurer, join_layers
 from semrl_jax.metrics.names import ORDERS
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
-from semrl_jax.rollout.measurer import Measurer, join_layers
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (

@@ -17,11 +17,11 @@ import transformers
 
 from semrl_jax import data, models
 from semrl_jax.metrics import MetricKey
+from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.metrics.records import encode
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
-from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc

@@ -70,7 +70,7 @@ def other_authority(tmp_path_factory):
 @pytest.mark.slow
 def test_a_replica_loads_nothing_of_the_trainer():
     modules = modules_of(
-        "import semrl_jax.rollout.server, semrl_jax.rollout.measurer, "
+        "import semrl_jax.rollout.server, semrl_jax.metrics.measurer, "
         "semrl_jax.rollout.engines.jax, semrl_jax.rollout.engines.vllm"
     )
     rooms = {name.split(".")[1] for name in modules if name.startswith("semrl_jax.")}

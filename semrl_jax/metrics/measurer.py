@@ -257,7 +257,6 @@ async def measure_each(
 
     Args:
       rollouts: with hidden states of layer -1, in any order; closed at the end in any case.
-      params: what to measure; `dtype` is not used.
       max_tokens: response limit.
       keep_states: leave `hidden_states` in the rollouts.
     """

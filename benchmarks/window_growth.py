@@ -1,17 +1,26 @@
-"""Long responses with a rank that grows by a known law, or sampled from a small random model.
+"""Correlations of ER with ERV and ERA on long responses, under each window.
 
-They show the effect of the window on long responses: the window "release" limits the velocity.
+    python -m benchmarks.window_growth --output=study
+
+The rank of the responses grows by a known law, or a small random model samples them. They show the
+effect of the window on long responses: the window "release" limits the velocity. Writes growth.csv
+and growth.png.
 """
 
-from __future__ import annotations
+import launch  # noqa: F401 - first: one BLAS thread, as for every command
+
+# isort: split
+
+import argparse
+import pathlib
 
 import jax
 import numpy as np
 from jaxtyping import Float
+from rich.console import Console
 
-from semrl_jax import models
-from semrl_jax.analysis.correlation import Correlation, correlate
-from semrl_jax.metrics import WINDOWS
+from semrl_jax import analysis, models
+from semrl_jax.analysis.correlation import Correlation
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
@@ -27,26 +36,15 @@ TEMPERATURES = (0.05, 0.2, 0.5, 1.0)  # from repetition to noise
 
 
 def growth_study(
-    *,
-    num_responses: int = 32,
-    max_tokens: int = 2048,
-    strides: tuple[int, ...] = (128,),
-    windows: tuple[str, ...] = WINDOWS,
-    seed: int = 0,
+    *, num_responses: int = 32, max_tokens: int = 2048, stride: int = 128
 ) -> list[Correlation]:
     """Correlates ER with ERV and ERA on long responses of every law and of a random model.
 
     Lengths are uniform in max_tokens / 8 to max_tokens. The responses of one source also differ in
     another quantity. For a law, this is the number of directions at max_tokens, an eighth to three
     quarters of WIDTH; for "wide", the decay of `wide_states`; for "sampled", the temperature.
-
-    Args:
-      num_responses: responses per source.
-      max_tokens: the greatest length.
-      strides, windows: as in `metrics.rank_dynamics`.
-      seed: of all random numbers.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def lengths():
         return rng.integers(max_tokens // 8, max_tokens, size=num_responses, endpoint=True)
@@ -63,16 +61,16 @@ def growth_study(
             )
             for num_tokens in lengths()
         ]
-        found += correlate(responses, strides=strides, windows=windows, source=law)
+        found += analysis.correlate(responses, strides=(stride,), source=law)
     responses = [
         wide_states(num_tokens=int(num_tokens), decay=rng.uniform(0.0, 0.5), rng=rng)
         for num_tokens in lengths()
     ]
-    found += correlate(responses, strides=strides, windows=windows, source=WIDE)
-    sampled = sampled_states(num_responses=num_responses, num_tokens=max_tokens, seed=seed)
+    found += analysis.correlate(responses, strides=(stride,), source=WIDE)
+    sampled = sampled_states(num_responses=num_responses, num_tokens=max_tokens)
     # A prefix of a sampled response equals a response with a lower token limit.
     responses = [states[:num_tokens] for states, num_tokens in zip(sampled, lengths())]
-    found += correlate(responses, strides=strides, windows=windows, source=SAMPLED)
+    found += analysis.correlate(responses, strides=(stride,), source=SAMPLED)
     return found
 
 
@@ -97,9 +95,7 @@ def wide_states(
     return (rng.normal(size=(num_tokens, WIDE_WIDTH)) * deviations).astype(np.float32)
 
 
-def sampled_states(
-    *, num_responses: int, num_tokens: int, seed: int = 0
-) -> list[Float[np.ndarray, "_ D"]]:
+def sampled_states(*, num_responses: int, num_tokens: int) -> list[Float[np.ndarray, "_ D"]]:
     """Final states of responses of a random model, an equal share at each of TEMPERATURES."""
     config = models.DecoderConfig(
         vocab_size=512, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_layers=2, num_heads=4,
@@ -107,14 +103,11 @@ def sampled_states(
         tie_embeddings=False,
     )  # fmt: skip
     policy = models.Policy(config)
-    params = policy.init(jax.random.key(seed))
-    prompts = np.random.default_rng(seed).integers(
+    params = policy.init(jax.random.key(0))
+    prompts = np.random.default_rng(0).integers(
         config.vocab_size, size=(num_responses, PROMPT_TOKENS), dtype=np.int32
     )
-    requests = [
-        SampleRequest(str(i), i, 0, prompt, seed * num_responses + i)
-        for i, prompt in enumerate(prompts)
-    ]
+    requests = [SampleRequest(str(i), i, 0, prompt, i) for i, prompt in enumerate(prompts)]
     states = []
     replica = LocalReplica(JaxEngine(policy, chunk=64, max_response_tokens=num_tokens))
     with RolloutClient(local=replica, run_id="growth", attempt_id="0") as client:
@@ -133,3 +126,20 @@ def sampled_states(
             )
             states += [rollout.hidden_states[:, 0] for rollout in rollouts]
     return states
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--responses", type=int, default=32, help="per source")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the longest response")
+    parser.add_argument("--output", type=pathlib.Path, help="directory, made if missing")
+    arguments = parser.parse_args()
+    found = growth_study(num_responses=arguments.responses, max_tokens=arguments.tokens)
+    Console().print(analysis.correlation_table(found))
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        analysis.write_correlations(arguments.output, "growth", found)
+
+
+if __name__ == "__main__":
+    main()
