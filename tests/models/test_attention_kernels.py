@@ -108,9 +108,8 @@ def test_a_model_with_the_kernel_has_the_same_states_and_gradients(places, monke
     monkeypatch.setattr(Policy, "kernel", "splash")
     monkeypatch.setattr(decoder, "self_attention", interpreted)
     policy_module._graph.cache_clear()  # which has the kernel of the first use
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), outcome(), plain
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
+    jax.tree.map(close, outcome(), plain)
     assert set(calls) == {"splash"}
 
 
