@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
@@ -76,6 +77,12 @@ class HfTensor(NamedTuple):
     def index(self) -> tuple[int, ...]:
         """In the leading axes of our parameter."""
         return tuple(i for i in (self.place, self.expert) if i is not None)
+
+    @property
+    def engine_path(self) -> tuple[str | int, ...]:
+        """Keys of our parameter in the tree of `unstacked`."""
+        first, *names = self.path
+        return self.path if self.layer is None else (first, self.layer, *names)
 
 
 def hf_tensors(config: DecoderConfig) -> Iterator[HfTensor]:
@@ -251,11 +258,7 @@ def params_from_hf(
     for name, start, rows in pieces:
         tensor = tensors[name]
         leaves[tensor.path].put(tensor.index, start, rows, transpose=tensor.is_kernel)
-    params: Params = {}
-    for path, leaf in leaves.items():
-        node = functools.reduce(lambda d, k: d.setdefault(k, {}), path[:-1], params)
-        node[path[-1]] = leaf.finish()
-    return params
+    return unflatten_dict({path: leaf.finish() for path, leaf in leaves.items()})
 
 
 class _HostLeaf:
@@ -354,9 +357,7 @@ class UnstackedParams:
         targets, shardings = [], []  # how the tensors come, and how they are kept
         for name in arrays:
             tensor = self._tensors[name]
-            first, *names = tensor.path
-            keys = (first, *names) if tensor.layer is None else (first, tensor.layer, *names)
-            sharding = functools.reduce(operator.getitem, keys, self._shardings)
+            sharding = functools.reduce(operator.getitem, tensor.engine_path, self._shardings)
             if tensor.expert is not None:
                 sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
             dtype = "float32" if tensor.path[-1] == "scale" else self._dtype
@@ -373,20 +374,16 @@ class UnstackedParams:
 
     def finish(self) -> Params:
         self.wait()
-        params: Params = {"layers": tuple({} for _ in range(self._num_layers))}
         experts: dict[HfTensor, list[Array]] = {}  # by the first one of a parameter
         for name, tensor in self._tensors.items():
             if tensor.expert is not None and name in self._leaves:
                 first = tensor._replace(name="", expert=None)
                 experts.setdefault(first, []).append(self._leaves.pop(name))
         together = {first: _joined(experts.pop(first)) for first in list(experts)}
-        named = {self._tensors[name]: leaf for name, leaf in self._leaves.items()}
-        for tensor, leaf in (named | together).items():
-            *modules, last = tensor.path if tensor.layer is None else tensor.path[1:]
-            node = params if tensor.layer is None else params["layers"][tensor.layer]
-            node = functools.reduce(lambda d, k: d.setdefault(k, {}), modules, node)
-            node[last] = leaf
-        return params
+        leaves = {self._tensors[name]: leaf for name, leaf in self._leaves.items()} | together
+        params = unflatten_dict({tensor.engine_path: leaf for tensor, leaf in leaves.items()})
+        layers = tuple(params["layers"][layer] for layer in range(self._num_layers))
+        return params | {"layers": layers}
 
 
 @jax.jit

@@ -22,18 +22,15 @@ from semrl_jax.models import experts
 from semrl_jax.models.attention import BRANCHES
 from semrl_jax.support import programs
 from semrl_jax.training.micro_batches import split_rows
-from semrl_jax.training.optimizer import Optimizer, make_optimizer
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.policy import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
 from semrl_jax.training.trainee import update_rows
 from tests.cases import slow_after
+from tests.training.test_mesh import OPTIMIZER
 from tests.training.test_packing import batch_of, mesh_of
 from tests.training.updates import update_policy
 
-OPTIMIZER = make_optimizer(
-    learning_rate=1e-2, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.99,
-    weight_decay=0.01, max_grad_norm=1.0,
-)  # fmt: skip
 DESCENT = Optimizer(*optax.sgd(1.0))  # its step is the gradient
 OPTIONS = grpo.Options(entropy_coefficient=0.01, kl_coefficient=0.1)
 VOCAB = 23
@@ -100,6 +97,12 @@ def make_values(batch, seed=1):
     old, ref = random.normal(-np.log(VOCAB), 0.3, (2, *shape)).astype(np.float32)
     advantages = random.normal(size=shape).astype(np.float32)
     return [np.where(batch.response_mask, x, np.nan) for x in (old, ref, advantages)]
+
+
+def make_case():
+    """A policy, parameters, a batch and its values."""
+    batch = make_batch()
+    return *setup(), batch, make_values(batch)
 
 
 def update(*arguments, **options):
@@ -275,13 +278,9 @@ def test_no_layout_changes_any_number_of_random_batches(lengths, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["packed, in order", pytest.param("two rows", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["packed, in order", "two rows"])
 def test_shards_change_nothing_but_rounding(name):
-    policy, params = setup()
-    batch = make_batch()
-    values = make_values(batch)
+    policy, params, batch, values = make_case()
     expected, _, _ = update(policy, params, batch, values, plan_of(PLANS["three rows"]))
     plan = plan_of(PLANS[name], num_shards=2)
     params = jax.device_put(params, models.parameter_shardings(params, plan.mesh))
@@ -401,11 +400,10 @@ def test_rows_stay_on_their_shards():
 
 # 3 and 2 micro-batches for 2 cores.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("two rows", marks=pytest.mark.slow), "packed"])
+@pytest.mark.parametrize("name", ["two rows", "packed"])
 def test_programs_side_by_side_change_nothing_but_rounding(name, monkeypatch):
-    policy, params = setup()
-    batch, plan = make_batch(), plan_of(PLANS[name])
-    values = make_values(batch)
+    policy, params, batch, values = make_case()
+    plan = plan_of(PLANS[name])
 
     def found():
         results = update_and_logprobs(policy, params, batch, values, plan)
@@ -441,9 +439,7 @@ def test_a_large_model_and_a_single_micro_batch_have_one_program(monkeypatch):
 
 
 def test_a_nonfinite_update_is_skipped():
-    policy, params = setup()
-    batch = make_batch()
-    values = make_values(batch)
+    policy, params, batch, values = make_case()
     values[2][0, 0] = np.inf
     plan = plan_of(PLANS["two rows"])
     after, opt_state, scalars = update(policy, params, batch, values, plan, optimizer=OPTIMIZER)
@@ -454,9 +450,7 @@ def test_a_nonfinite_update_is_skipped():
 
 @pytest.mark.slow
 def test_without_kl_the_update_is_the_same_without_a_reference():
-    policy, params = setup()
-    batch = make_batch()
-    old, ref, advantages = make_values(batch)
+    policy, params, batch, (old, ref, advantages) = make_case()
     plan = plan_of(PLANS["two rows"])
     (expected, _, scalars), (actual, _, rest) = (
         update(policy, params, batch, (old, given, advantages), plan, kl_coefficient=0.0)
@@ -490,10 +484,8 @@ def test_batches_of_other_lengths_compile_little(name, num_counts, num_programs)
 
 def test_the_update_computes_its_own_old_and_reference_log_probabilities():
     """Given or not, the old ones give the same step to the bit."""
-    policy, params = setup()
-    other = policy.init(jax.random.key(5))
-    batch, plan = make_batch(), plan_of(PLANS["two rows"])
-    *_, advantages = make_values(batch)
+    policy, params, batch, (*_, advantages) = make_case()
+    plan, other = plan_of(PLANS["two rows"]), policy.init(jax.random.key(5))
     step = functools.partial(
         update_and_logprobs, policy, params, batch, plan=plan, kl_coefficient=0.1
     )
@@ -530,9 +522,8 @@ def test_the_update_computes_its_own_old_and_reference_log_probabilities():
     ),
 )
 def test_the_update_corrects_for_the_engine_as_weighted_advantages_do(importance):
-    policy, params = setup()
-    batch, plan = make_batch(), plan_of(PLANS["two rows"])
-    *_, advantages = make_values(batch)
+    policy, params, batch, (*_, advantages) = make_case()
+    plan = plan_of(PLANS["two rows"])
     update = functools.partial(update_and_logprobs, policy, params, plan=plan, kl_coefficient=0.0)
     plain = update(batch, (None, None, advantages))
     logprobs = np.asarray(plain[3])
@@ -551,17 +542,17 @@ def test_the_update_corrects_for_the_engine_as_weighted_advantages_do(importance
     assert max(jax.tree.leaves(changes)) > 1e-4
 
 
-def compiled_update(policy, optimizer=OPTIMIZER, num_shards=1, response_tokens=10, rows=8):
+def compiled_update(policy, response_tokens=10):
     """The update of a mini-batch, compiled for shapes alone; bytes of parameters and state."""
-    plan = plan_of({"micro_batch_size": rows}, num_shards)
-    batch = batch_of([(4, response_tokens)] * rows)
+    plan = plan_of(PLANS["all rows at once"])
+    batch = batch_of([(4, response_tokens)] * 8)
     layout = lay_out(batch, plan)
     values = SlotValues(*[np.asarray(take_values(batch.rollout_logprobs, layout.tokens()))] * 5)
     params = policy.shapes()
-    opt_state = jax.eval_shape(optimizer.init, params)
+    opt_state = jax.eval_shape(OPTIMIZER.init, params)
     compiled = update_rows.lower(
         params, opt_state, plan.put((layout.rows, values)), np.int32(layout.num_micro),
-        loss=PolicyLoss(policy, 1.0, Algorithm(grpo, OPTIONS)), optimizer=optimizer,
+        loss=PolicyLoss(policy, 1.0, Algorithm(grpo, OPTIONS)), optimizer=OPTIMIZER,
         prefix="policy",
     ).compile()  # fmt: skip
     donated = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, opt_state)))
