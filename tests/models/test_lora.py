@@ -327,6 +327,23 @@ def test_an_adapter_without_a_base(name, copied):
         peft.find_adapter(copied).base()
 
 
+TOKENS = np.arange(2, 22, dtype=np.int32).reshape(2, 10)
+
+
+def logits(pair, adapter, lora):
+    params = models.adapted(adapter, lora.base(pair.params))
+    columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
+    states = pair.policy.final_states(params, jnp.asarray(TOKENS), columns, jnp.ones_like(columns))
+    return np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
+
+
+def logits_of_torch(model):
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits.numpy()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "stabilized"), [(["all-linear"], False), (["q_proj", "down_proj"], True)]
@@ -344,24 +361,12 @@ def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
         lambda leaf: 0.1 * random.standard_normal(leaf.shape, np.float32),
         lora.shapes(pair.policy.shapes()),
     )
-    tokens = jnp.asarray(random.integers(2, 97, (2, 10)), jnp.int32)
-    columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
-
-    def ours(adapter, lora):
-        params = models.adapted(adapter, lora.base(pair.params))
-        states = pair.policy.final_states(params, tokens, columns, jnp.ones_like(tokens))
-        return np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
-
-    def theirs(model):
-        with torch.no_grad():
-            return model.eval()(torch.tensor(np.asarray(tokens))).logits.numpy()
-
-    plain = theirs(pair.torch_model)
+    plain = logits_of_torch(pair.torch_model)
     base = str(pair.directory)
     peft.save_adapter(tmp_path / "ours", adapter, lora, config, pair.directory, base)
     loaded = library.PeftModel.from_pretrained(pair.torch_model, tmp_path / "ours")
-    np.testing.assert_allclose(ours(adapter, lora), theirs(loaded), atol=1e-4)
-    assert np.abs(theirs(loaded) - plain).max() > 1
+    np.testing.assert_allclose(logits(pair, adapter, lora), logits_of_torch(loaded), atol=1e-4)
+    assert np.abs(logits_of_torch(loaded) - plain).max() > 1
 
     with torch.no_grad():
         for name, parameter in loaded.named_parameters():
@@ -372,7 +377,7 @@ def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
     assert files.base_name == base
     found, their_lora = peft.load_adapter(files, config, pair.directory, base)
     assert their_lora == lora
-    np.testing.assert_allclose(ours(found, their_lora), theirs(loaded), atol=1e-4)
+    np.testing.assert_allclose(logits(pair, found, lora), logits_of_torch(loaded), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -380,7 +385,6 @@ def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
 def test_a_supported_initialisation_leaves_the_base_as_it_is(init, tmp_path):
     """PEFT loads its own untrained adapter onto the base, and its logits are ours."""
     import peft as library
-    import torch
     import transformers
 
     pair = make_pair(tmp_path / "base", "llama")
@@ -390,15 +394,8 @@ def test_a_supported_initialisation_leaves_the_base_as_it_is(init, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
     library.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
     again = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
-    loaded = library.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
-    tokens = np.arange(2, 22, dtype=np.int32).reshape(2, 10)
-    with torch.no_grad():
-        theirs = loaded(torch.tensor(tokens)).logits.numpy()
+    loaded = library.PeftModel.from_pretrained(again, tmp_path / "adapter")
     found, lora = peft.load_adapter(
         peft.find_adapter(tmp_path / "adapter"), pair.policy.config, pair.directory, "base"
     )
-    params = models.adapted(found, lora.base(pair.params))
-    columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
-    states = pair.policy.final_states(params, jnp.asarray(tokens), columns, jnp.ones_like(columns))
-    ours = np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
-    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    np.testing.assert_allclose(logits(pair, found, lora), logits_of_torch(loaded), atol=1e-4)

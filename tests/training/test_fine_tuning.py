@@ -126,7 +126,6 @@ def make_tuner(directory, optimizer=KEEP_GRADIENT, *, shards=1, sequence=1, **pl
     return tuner, init_state(params, optimizer, init_shaping_state(), mesh)
 
 
-slow = pytest.mark.slow
 LAYOUTS = {
     "packed": {"pack_sequences": True, "micro_batch_tokens": MAX_TOKENS},
     "single": {"micro_batch_size": 2},
@@ -138,9 +137,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [name if name == "packed" else pytest.param(name, marks=slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradient_are_those_of_transformers(directory, conversations, expected, layout):
     tuner, state = make_tuner(directory, **LAYOUTS[layout])
     loss, gradients, count = expected
@@ -162,7 +159,7 @@ def test_loss_and_gradient_are_those_of_transformers(directory, conversations, e
     np.testing.assert_allclose(scalars["policy/grad_norm"], norm, rtol=1e-5)
 
 
-@slow
+@pytest.mark.slow
 def test_updates_that_are_not_finite_end_the_training(directory, conversations):
     tuner, state = make_tuner(directory, **LAYOUTS["packed"])
     state.params["final_norm"]["scale"] *= np.float32("nan")

@@ -83,10 +83,7 @@ def load(directory, mesh, dtype="float32"):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"micro_batch_size": 4},
-        pytest.param({"micro_batch_tokens": 24, "pack_sequences": True}, marks=pytest.mark.slow),
-    ],
+    [{"micro_batch_size": 4}, {"micro_batch_tokens": 24, "pack_sequences": True}],
     ids=["rows", "packed"],
 )
 def test_scores_are_those_of_transformers_in_every_layout(saved, options):
