@@ -13,7 +13,7 @@ from semrl_jax.models.directory import (
     weights_hash,
     weights_sample,
 )
-from semrl_jax.models.families import Family, find_family
+from semrl_jax.models.families import Family
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.hosts import from_host, to_host
 from semrl_jax.models.lora import VALUE_HEAD, Base, Lora, adapted
@@ -38,48 +38,11 @@ from semrl_jax.models.weights import (
 from semrl_jax.support.choices import REMAT_POLICIES
 
 __all__ = [
-    "AXES",
-    "Base",
-    "DATA_AXES",
-    "REMAT_POLICIES",
-    "DecoderConfig",
-    "Experts",
-    "Family",
-    "KVCache",
-    "Lora",
-    "Params",
-    "Piece",
-    "Policy",
-    "RopeScaling",
-    "UnstackedParams",
-    "VALUE_HEAD",
-    "ValueModel",
-    "adapted",
-    "check_mesh",
-    "check_params",
-    "config_from_hf",
-    "config_to_hf",
-    "eos_token_ids",
-    "find_directory",
-    "find_family",
-    "from_host",
-    "iterate_hf_tensors",
-    "load_config",
-    "load_params",
-    "load_value_params",
-    "make_mesh",
-    "num_parameters",
-    "parameter_shardings",
-    "params_from_hf",
-    "peft",
-    "read_head",
-    "random_config",
-    "replicated",
-    "save_directory",
-    "tensor_specs",
-    "unstacked",
-    "to_host",
-    "weights_hash",
-    "weights_sample",
-    "with_head",
-]
+    "adapted", "AXES", "Base", "check_mesh", "check_params", "config_from_hf", "config_to_hf",
+    "DATA_AXES", "DecoderConfig", "eos_token_ids", "Experts", "Family", "find_directory",
+    "from_host", "iterate_hf_tensors", "KVCache", "load_config", "load_params", "load_value_params",
+    "Lora", "make_mesh", "num_parameters", "parameter_shardings", "Params", "params_from_hf",
+    "peft", "Piece", "Policy", "random_config", "read_head", "REMAT_POLICIES", "replicated",
+    "RopeScaling", "save_directory", "tensor_specs", "to_host", "unstacked", "UnstackedParams",
+    "VALUE_HEAD", "ValueModel", "weights_hash", "weights_sample", "with_head",
+]  # fmt: skip

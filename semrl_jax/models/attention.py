@@ -80,17 +80,13 @@ def self_attention(
     Long sequences are computed in blocks, and around the ring if the mesh splits their columns.
 
     Args:
-      positions: int32, for the rotary embedding.
       segment_ids: int32; 0 is padding: no token attends to it, and its own attended values are
         finite and meaningless.
-      mesh: None for one device.
       kernel: "xla", or a fused kernel, as `choose_kernel` returns it.
-      windows: only for a kernel; see `kernel_attention`.
+      windows, interpret: only for a kernel; see `kernel_attention`.
       block: columns of a block, the same for queries and keys; 0: the plain product; None:
         `block_columns` chooses. Only without a kernel.
-      platform: platform of the devices that run the program; None: the platform of the mesh, or
-        JAX's default.
-      interpret: see `kernel_attention`.
+      platform: of the devices that run the program; None: of the mesh, or JAX's default.
     """
     if kernel != "xla":
         return kernel_attention(

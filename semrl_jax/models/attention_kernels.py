@@ -37,15 +37,8 @@ def choose_kernel(wanted: str, config: DecoderConfig, mesh: Mesh | None, platfor
 
     "auto" takes splash on TPUs if it supports the model and the mesh, and XLA everywhere else. It
     does not take triton, which computes a shared prompt once per response. docs/memory.md has the
-    times of both on a GPU.
-
-    Args:
-      wanted: `model.attention`.
-      mesh: None for one device.
-      platform: of the devices that run the program, as JAX names it.
-
-    Raises:
-      UserError: if `wanted` names a kernel that the platform, the model or the mesh does not fit.
+    times of both on a GPU. Raises UserError if `wanted` names a kernel that the platform, the model
+    or the mesh does not fit.
     """
     if wanted == "xla":
         return "xla"
@@ -87,7 +80,6 @@ def kernel_attention(
     Padding attends to padding here. Its values are as meaningless as there, and finite.
 
     Args:
-      kernel: "splash" or "triton".
       segment_ids: int32; the tokens of a segment are in consecutive columns.
       windows: of the layers, each one once; None is a layer without a window. The kernel compiles
         one program for each.

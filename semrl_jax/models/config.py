@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
-from semrl_jax.models.families import Family, find_family
+from semrl_jax.models.families import Family, find_family, translated
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.modules import running
 from semrl_jax.types import config_hash
 
 # Above every known model: a larger number is a mistake or an attack.
-MAX_SIZE = 2**24
+MAX_SIZE, MAX_LAYERS = 2**24, 2**12
+MAX_POSITIONS = 2**31 - 1  # positions are int32
 # The modules of a feed-forward layer.
 DENSE_MODULES = ("gate", "up", "down")
 EXPERT_MODULES = ("router", "expert_gate", "expert_up", "expert_down")
-MAX_LAYERS = 2**12
-MAX_POSITIONS = 2**31 - 1  # positions are int32
 OPTIONS = ("local_rope_theta", "query_pre_attn_scalar", "final_logit_softcap")
 
 
@@ -38,17 +35,15 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.rope_type not in ("linear", "llama3"):
-            raise UserError(
-                f"rope_type={self.rope_type!r:.100} is not supported; choose a model with "
-                "'default', 'linear' or 'llama3'."
-            )
+            known = "'default', 'linear' and 'llama3'"
+            raise UserError(f"rope_type={self.rope_type!r:.100} is not supported, only {known}.")
         for name in ("factor", "original_max_position_embeddings"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"rope {name}={getattr(self, name)} must be above 0.")
-        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and not 0 < low < high:
             raise UserError(
-                f"rope low_freq_factor={self.low_freq_factor} must lie between 0 and "
-                f"high_freq_factor={self.high_freq_factor}."
+                f"rope low_freq_factor={low} must lie between 0 and high_freq_factor={high}."
             )
 
 
@@ -65,11 +60,9 @@ class Experts:
     def __post_init__(self):
         for name in ("num_experts", "experts_per_token", "intermediate_size"):
             check_size(f"model {name}", getattr(self, name), MAX_SIZE)
-        if self.experts_per_token > self.num_experts:
-            raise UserError(
-                f"model experts_per_token={self.experts_per_token} must be at most "
-                f"num_experts={self.num_experts}."
-            )
+        chosen, most = self.experts_per_token, self.num_experts
+        if chosen > most:
+            raise UserError(f"model experts_per_token={chosen} must be at most num_experts={most}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,21 +95,19 @@ class DecoderConfig:
     family: str = ""
 
     def __post_init__(self):
+        limits = {"num_layers": MAX_LAYERS, "max_position_embeddings": MAX_POSITIONS}
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
             "num_kv_heads", "head_dim", "max_position_embeddings",
         ):  # fmt: skip
-            limit = {"num_layers": MAX_LAYERS, "max_position_embeddings": MAX_POSITIONS}
-            check_size(f"model {name}", getattr(self, name), limit.get(name, MAX_SIZE))
-        if self.num_heads % self.num_kv_heads:
+            check_size(f"model {name}", getattr(self, name), limits.get(name, MAX_SIZE))
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % kv_heads:
             raise UserError(
-                f"model num_heads={self.num_heads} must be a multiple of "
-                f"num_kv_heads={self.num_kv_heads}."
+                f"model num_heads={heads} must be a multiple of num_kv_heads={kv_heads}."
             )
         if self.head_dim % 2:
-            raise UserError(
-                f"model head_dim={self.head_dim} must be even: the rotary embedding turns pairs."
-            )
+            raise UserError(f"model head_dim={self.head_dim} must be even: pairs are rotated.")
         for name in ("rope_theta", "rms_norm_eps", *OPTIONS):
             value = getattr(self, name)
             if name in OPTIONS and value is None:
@@ -155,11 +146,9 @@ class DecoderConfig:
                 f"model full_attention_layers={layers} needs a sliding_window and a model_type "
                 f"that mixes layers, not {self.model_type!r}."
             )
-        if window is None and self.local_rope_theta is not None:
-            raise UserError(
-                f"model local_rope_theta={self.local_rope_theta} needs layers with a "
-                "sliding_window."
-            )
+        theta = self.local_rope_theta
+        if window is None and theta is not None:
+            raise UserError(f"model local_rope_theta={theta} needs layers with a sliding_window.")
         if any(not 0 <= layer < self.num_layers for layer in layers):
             raise UserError(f"model full_attention_layers={layers} must be below num_layers.")
 
@@ -171,8 +160,7 @@ class DecoderConfig:
     def place(self, module: str, layer: int) -> int | None:
         """Index of a layer in the stack of a module's parameters; None if it has no such module.
 
-        Layers are stacked once, but a dense feed-forward and a mixture of experts each in a stack
-        of its own.
+        A dense feed-forward and a mixture of experts have a stack each.
         """
         dense = range(self.num_layers) if self.experts is None else self.experts.dense_layers
         if module in DENSE_MODULES:
@@ -180,16 +168,6 @@ class DecoderConfig:
         if module in EXPERT_MODULES:
             return None if layer in dense else layer - sum(other < layer for other in dense)
         return layer
-
-    @property
-    def attention_bias(self) -> bool:
-        """Whether the query, key and value projections have a bias."""
-        return self.declared.attention_bias
-
-    @property
-    def query_key_norm(self) -> bool:
-        """Whether queries and keys are normed per head before the rotary embedding."""
-        return self.declared.query_key_norm
 
     @property
     def layer_products(self) -> int:
@@ -203,11 +181,10 @@ class DecoderConfig:
     @property
     def hash(self) -> str:
         """Hex SHA-256 of the architecture; trainer and replica compare it."""
-        description = dataclasses.asdict(self) | {"attention_bias": self.attention_bias}
+        description = dataclasses.asdict(self) | {"attention_bias": self.declared.attention_bias}
         # Options of later releases count only where they are used: other hashes stay the same.
         later = ("rope_scaling", "sliding_window", "full_attention_layers", "family", "experts")
-        later += OPTIONS
-        for name in later:
+        for name in (*later, *OPTIONS):
             if not description[name]:
                 del description[name]
         return config_hash(description)
@@ -219,15 +196,9 @@ def random_config(family: str, **sizes: Any) -> DecoderConfig:
     Args:
       family: a name in `families`, or the path of a module.
       sizes: other fields of `DecoderConfig`; the family adds those that only it has.
-
-    Raises:
-      UserError: for an unknown family or a wrong size.
     """
     declared = find_family(family)
-    added: dict[str, Any] = {}
-    if of_random := declared.of_random:
-        with running("model.family", inspect.getmodule(of_random), of_random.__name__):
-            added = dict(of_random(sizes))
+    added = translated(sizes, declared.of_random) if declared.of_random else {}
     if added.get("experts"):
         added["experts"] = Experts(**added["experts"])
     own = family if "." in family else ""

@@ -140,9 +140,8 @@ def _product(
     On a mesh the kernel is gathered for the product and dropped after it. The backward pass gathers
     it again, and its gradient is scattered.
 
-    The gradient of this function is written by hand. Automatic differentiation would transpose the
-    gradient of the kernel. A CPU would then write a transposed copy of a factor, which costs as
-    much as the product.
+    The gradient is written by hand. Automatic differentiation would transpose the gradient of the
+    kernel. A CPU would then write a transposed copy of a factor: as costly as the product.
     """
     return x @ _gathered(kernel, layout)
 
@@ -204,13 +203,14 @@ class DecoderLayer(nnx.Module):
                 dot_general=product("kernel"), of_a=product(A), of_b=product(B), rngs=rngs,
             )  # fmt: skip
 
+        has_bias = config.declared.attention_bias
         norm = functools.partial(_norm, config, dtype=dtype, rngs=rngs)
         self.attention_norm = norm(hidden)
-        self.query = linear("query", hidden, heads * config.head_dim, config.attention_bias)
-        self.key = linear("key", hidden, kv_heads * config.head_dim, config.attention_bias)
-        self.value = linear("value", hidden, kv_heads * config.head_dim, config.attention_bias)
+        self.query = linear("query", hidden, heads * config.head_dim, has_bias)
+        self.key = linear("key", hidden, kv_heads * config.head_dim, has_bias)
+        self.value = linear("value", hidden, kv_heads * config.head_dim, has_bias)
         self.output = linear("output", heads * config.head_dim, hidden)
-        if config.query_key_norm:
+        if config.declared.query_key_norm:
             self.query_norm = norm(config.head_dim)
             self.key_norm = norm(config.head_dim)
         if config.declared.post_norms:
@@ -229,10 +229,7 @@ class DecoderLayer(nnx.Module):
             self.expert_down = ExpertKernels(experts, experts.intermediate_size, hidden, rngs)
 
     def heads(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        window: Int[Array, ""] | None,
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], window: Int[Array, ""] | None
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of normed inputs, positions applied."""
         normed = self.attention_norm(x)
@@ -244,7 +241,7 @@ class DecoderLayer(nnx.Module):
         query = of(self.query, self.config.num_heads)
         key = of(self.key, self.config.num_kv_heads)
         value = of(self.value, self.config.num_kv_heads)
-        if self.config.query_key_norm:
+        if self.config.declared.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if (scalar := self.config.query_pre_attn_scalar) not in (None, self.config.head_dim):
             query = query * (self.config.head_dim / scalar) ** 0.5  # attention divides by its own
@@ -265,15 +262,12 @@ class DecoderLayer(nnx.Module):
     def _feed_forward(self, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         activation = ACTIVATIONS[self.config.declared.activation]
         if not self.is_dense:
-            names = ("router", "expert_gate", "expert_up", "expert_down")
-            kernels = Kernels(
-                *(
-                    gather_over_fsdp(
-                        getattr(self, name).kernel[...].astype(normed.dtype), name, self.mesh
-                    )
-                    for name in names
-                )
-            )
+
+            def kernel(name):
+                own = getattr(self, name).kernel[...].astype(normed.dtype)
+                return gather_over_fsdp(own, name, self.mesh)
+
+            kernels = Kernels(*map(kernel, ("router", "expert_gate", "expert_up", "expert_down")))
             mixed = mixture(normed, kernels, self.config.experts, activation, self.mesh)
             return constrain(mixed, "states", self.mesh)
         features = activation(self.gate(normed)) * self.up(normed)
@@ -328,16 +322,13 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
     ) -> Float[Array, "B S D"]:
-        """States after the final norm of whole sequences.
+        """States after the final norm of whole sequences, in the compute dtype.
 
         Args:
-          token_ids: int32; any id at padding.
+          token_ids: int32; any id at padding, whose states are finite and meaningless.
           positions: int32, from 0 at the first token of a segment.
           segment_ids: int32; a token attends to itself and to earlier tokens of its own segment
             that are inside the layer's window; 0 is padding.
-
-        Returns:
-          States in the compute dtype; finite but meaningless at padding.
         """
         num_columns = token_ids.shape[1]
         if self.mesh is not None:  # an equal number of columns per device
@@ -348,12 +339,11 @@ class Decoder(nnx.Module):
             )
         attend = self._attention(positions, segment_ids)
 
-        def step(x, layer, window, index):
+        def step(x, layer, window):
             query, key, value = layer.heads(x, positions, window)
-            return layer.residual(x, attend(query, key, value, window)), None
+            return layer.residual(x, attend(query, key, value, window))
 
-        x, _ = self._scan(step, self._embedded(token_ids), self._checkpointed)
-        return self.final_norm(x)[:, :num_columns]
+        return self.final_norm(self._scan(step, self._embedded(token_ids)))[:, :num_columns]
 
     def prefill(
         self,
@@ -364,11 +354,9 @@ class Decoder(nnx.Module):
     ) -> tuple[*Decoded, Float[Array, "B P K D"]]:
         """Runs left-padded prompts; the last column is every row's last prompt token.
 
-        Args:
-          layers: Hugging Face indices of the layers whose states are returned for all columns.
-
         Returns:
-          `Decoded` of the last column, and the states of the K layers.
+          `Decoded` of the last column, and the states of `layers`, K Hugging Face indices, for all
+          columns.
         """
         attend = self._attention(positions, segment_ids)
         x = self._embedded(token_ids)
@@ -409,9 +397,8 @@ class Decoder(nnx.Module):
         def cached(array, new, axis):
             # The new column takes the layout of the cache. Else the compiler may split a cache that
             # every device has, and gather all of it after each token.
-            return constrain(
-                put(array, constrain(new, "cache", self.mesh), axis), "cache", self.mesh
-            )
+            column = constrain(new, "cache", self.mesh)
+            return constrain(put(array, column, axis), "cache", self.mesh)
 
         positions = positions[:, None]
         key_positions = put(cache.positions, positions, 1)
@@ -438,11 +425,6 @@ class Decoder(nnx.Module):
             x = layer.residual(x, attended[:, None])
         new_cache = KVCache(tuple(keys), tuple(values), key_positions)
         return self.final_norm(x)[:, 0], jnp.stack(inputs, axis=1), new_cache
-
-    def output_matrix(self) -> Float[Array, "D V"]:
-        """The matrix from final states to logits, in the compute dtype."""
-        weights, vocabulary_axis = self.output_weights()
-        return weights if vocabulary_axis else weights.T
 
     def output_weights(self) -> tuple[Float[Array, "_ _"], int]:
         """The output matrix as it is stored, in the compute dtype, and its axis of the vocabulary.
@@ -488,29 +470,23 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded as transformers'
         return constrain(x, "states", self.mesh)
 
-    def _scan(
-        self, step: Callable, carry: Any, transform: Callable = lambda layer_step: layer_step
-    ) -> tuple[Any, Any]:
-        """Scans `step(carry, layer, window, index)` over the layers."""
-        if self._mixes_kinds:
-            for index, (layer, window) in enumerate(self._unrolled()):
-                graph, state = nnx.split(layer)
-                of_layer = transform(
-                    lambda carry, scanned, graph=graph, index=index: step(
-                        carry, nnx.merge(graph, scanned[0]), scanned[1], index
-                    )
-                )
-                carry, _ = of_layer(carry, (state, window))
-            return carry, None
-        graph, stacked = nnx.split(self.layers)
+    def _scan(self, step: Callable, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Carries `step(x, layer, window)` through the layers; one kind of them is one scan."""
 
-        def layer_step(carry, scanned):
-            index, state, window = scanned
-            layer = nnx.merge(graph, state)
-            return step(carry, layer, window, index)
+        def layer_step(graph):
+            def of_layer(x, scanned):
+                state, window = scanned
+                return step(x, nnx.merge(graph, state), window), None
 
-        indices = jnp.arange(self.config.num_layers)
-        return jax.lax.scan(transform(layer_step), carry, (indices, stacked, self._windows))
+            return self._checkpointed(of_layer)
+
+        if not self._mixes_kinds:
+            graph, stacked = nnx.split(self.layers)
+            return jax.lax.scan(layer_step(graph), x, (stacked, self._windows))[0]
+        for layer, window in self._unrolled():
+            graph, state = nnx.split(layer)
+            x, _ = layer_step(graph)(x, (state, window))
+        return x
 
     def _unrolled(self) -> Iterator[tuple[DecoderLayer, Int[Array, ""] | None]]:
         """Each layer and its window; a scan would copy the weights of a layer before their use."""
@@ -519,7 +495,7 @@ class Decoder(nnx.Module):
         for index in range(self.config.num_layers):
             state = jax.tree_util.tree_map_with_path(
                 # A module that the layer does not have takes the place of any other layer's.
-                lambda path, leaf, i=index: leaf[self.config.place(_name(path), i) or 0],
+                lambda path, leaf, i=index: leaf[self.config.place(path[0].key, i) or 0],
                 stacked,
             )
             layer = nnx.merge(graph, state)
@@ -539,17 +515,12 @@ class Decoder(nnx.Module):
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
 
 
-def _name(path: Any) -> str:
-    """The module of a layer's leaf."""
-    return path[0].key
-
-
 def _of_layers_with_it(state: Any, config: DecoderConfig) -> Any:
     """Stacked parameters without those of layers that do not have the module."""
 
     def of(path, leaf):
-        layers = range(config.num_layers)
-        return leaf[np.array([i for i in layers if config.place(_name(path), i) is not None])]
+        places = [config.place(path[0].key, layer) for layer in range(config.num_layers)]
+        return leaf[np.array([place is not None for place in places])]
 
     return jax.tree_util.tree_map_with_path(of, state)
 

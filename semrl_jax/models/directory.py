@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from semrl_jax.models.weights import (
     tensor_specs,
 )
 from semrl_jax.support.errors import UserError, disk_refusal
-from semrl_jax.support.files import check_regular, read_json_object, remove
+from semrl_jax.support.files import check_regular, read_json_object, replacing_directory
 from semrl_jax.support.tensor_files import write_tensors
 from semrl_jax.types import TensorSpec
 
@@ -50,11 +49,8 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
     """The local directory of a model: `path` itself, or the hub's snapshot of `owner/name`.
 
     A `.gguf` file, or a directory with one and without config.json, is converted at the first call.
-
     Only configuration, safetensors and tokenizer files are fetched. No code is fetched or run.
-
-    Raises:
-      UserError: if there is no such directory, or the hub does not give the model.
+    Raises UserError if there is no such directory, or the hub does not give the model.
     """
     directory = pathlib.Path(path)
     if file := gguf.find_file(directory):
@@ -62,9 +58,7 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
     if directory.is_dir():
         return directory
     if directory.exists():
-        raise UserError(
-            f"model {str(path)!r} is a file, and no .gguf file; give the directory it lies in."
-        )
+        raise UserError(f"model {str(path)!r} is a file, and no .gguf file; give its directory.")
     owner, _, name = str(path).partition("/")
     is_hub_id = all(re.fullmatch(r"\w[\w.-]*", part, re.ASCII) for part in (owner, name))
     # A missing directory inside an existing one is a mistake, not a model of the hub.
@@ -90,11 +84,7 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def load_config(path: str | os.PathLike[str], family: str = "") -> DecoderConfig:
-    """Reads `config.json`.
-
-    Args:
-      path: the directory.
-      family: see `config_from_hf`.
+    """Reads `config.json`, with a `family` as in `config_from_hf`.
 
     Raises:
       UserError: if the directory or a field is missing or not supported, or it is that of a run.
@@ -105,9 +95,7 @@ def load_config(path: str | os.PathLike[str], family: str = "") -> DecoderConfig
     try:
         content = read_json_object(path / CONFIG_FILE)
     except FileNotFoundError:
-        raise UserError(
-            f"{path / CONFIG_FILE} is missing: a Hugging Face model directory has one."
-        ) from None
+        raise UserError(f"{path / CONFIG_FILE} is missing; a model directory has it.") from None
     if "run_id" in content:
         raise UserError(
             f"{str(path)!r} is the directory of a run, not of a model; make one of its checkpoint "
@@ -119,8 +107,7 @@ def load_config(path: str | os.PathLike[str], family: str = "") -> DecoderConfig
 def eos_token_ids(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """Ids that end a response, from `generation_config.json`, else `config.json`; () if neither.
 
-    Raises:
-      UserError: if the field holds anything but ids.
+    Raises UserError if the field holds anything but ids.
     """
     for name in (GENERATION_FILE, CONFIG_FILE):
         file = pathlib.Path(path) / name
@@ -153,12 +140,9 @@ def load_params(
     `PIECE_BYTES`.
 
     Args:
-      path: the directory.
-      config: its architecture.
       shardings: the tree from `parameter_shardings`, for jax.Arrays, which are put on their
         devices piece by piece; None for NumPy arrays.
       others: see `check_params`.
-      dtype: of the parameters.
 
     Raises:
       UserError: naming the file and each missing, extra or misshapen tensor.
@@ -175,12 +159,8 @@ def check_params(
 ) -> dict[str, pathlib.Path]:
     """The file of each tensor that `load_params` reads; raises as it does.
 
-    Compares names, shapes and dtypes in the headers of the files with the architecture.
-
-    Args:
-      path: the directory.
-      config: its architecture.
-      others: shapes of tensors that the files may have in addition.
+    The headers of the files must have the names, shapes and dtypes of the architecture. They may
+    have the tensors of `others` in addition, with these shapes.
     """
     path = pathlib.Path(path)
     expected = {spec.name: spec.shape for spec in tensor_specs(config, "float32")}
@@ -252,9 +232,7 @@ def save_directory(
       path: replaced if it exists.
       params: parameters as `Policy.init` returns them, or the tensors of `tensor_specs` in their
         order and of `dtype`.
-      config: their architecture.
-      tokenizer: a transformers tokenizer with `eos_token_id` and `pad_token_id`; None writes no
-        tokenizer files.
+      tokenizer: a transformers tokenizer; None writes no tokenizer files.
       dtype: of the weights: "float32", "bfloat16" or "float16".
       max_shard_bytes: larger weights are written as several files and an index; the host holds
         one file at a time. A tensor is never split.
@@ -276,28 +254,19 @@ def save_directory(
         values = (given, base.get(name), getattr(tokenizer, name, None))
         special[name] = next((value for value in values if value is not None), None)
     hf = config_to_hf(config, **special, base=base, dtype=dtype)
-    path = pathlib.Path(path)
-    staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
-    for leftover in (staging, old):
-        remove(leftover)
-    staging.mkdir(parents=True)
     generation = {name: hf[name] for name in special if hf[name] is not None}
-    try:
-        _save_weights(staging, params, config, dtype, max_shard_bytes)
-        _write_json(staging / CONFIG_FILE, hf)
-        _write_json(staging / GENERATION_FILE, generation)
-        if tokenizer is not None:
-            _save_tokenizer(staging, tokenizer)
-    except Exception as error:
-        refusal = disk_refusal(error)
-        if refusal is None or isinstance(error, OSError):
-            raise
-        raise OSError(refusal.errno, refusal.strerror, str(staging)) from error
-    if os.path.lexists(path):
-        path.rename(old)
-    staging.rename(path)
-    with contextlib.suppress(OSError):  # the next save removes it
-        remove(old)
+    with replacing_directory(pathlib.Path(path)) as staging:
+        try:
+            _save_weights(staging, params, config, dtype, max_shard_bytes)
+            _write_json(staging / CONFIG_FILE, hf)
+            _write_json(staging / GENERATION_FILE, generation)
+            if tokenizer is not None:
+                _save_tokenizer(staging, tokenizer)
+        except Exception as error:
+            refusal = disk_refusal(error)
+            if refusal is None or isinstance(error, OSError):
+                raise
+            raise OSError(refusal.errno, refusal.strerror, str(staging)) from error
 
 
 def _weight_files(path: pathlib.Path, names: Iterable[str]) -> dict[str, pathlib.Path]:
@@ -329,7 +298,7 @@ def _weight_files(path: pathlib.Path, names: Iterable[str]) -> dict[str, pathlib
 
 
 def _check_tied(
-    head_file: pathlib.Path, embedding_file: pathlib.Path, shape: tuple[int, ...]
+    head_file: pathlib.Path, embedding_file: pathlib.Path, shape: Sequence[int]
 ) -> None:
     """A file may hold a tied output matrix and the embedding, but they must be equal."""
     step = max(1, PIECE_BYTES // (4 * shape[1]))
@@ -374,8 +343,7 @@ def weights_sample(path: str | os.PathLike[str]) -> str:
 def _read_pieces(files: Mapping[str, pathlib.Path], specs: Sequence[TensorSpec]) -> Iterator[Piece]:
     """Every tensor in pieces of at most `PIECE_BYTES` of float32, or of one row."""
     for spec in specs:
-        file = files[spec.name]
-        num_rows = spec.shape[0]
+        file, num_rows = files[spec.name], spec.shape[0]
         step = max(1, PIECE_BYTES * num_rows // spec.num_bytes)
         for start in range(0, num_rows, step):
             # Opened per piece: pages of a file that stays mapped count as memory of this process.
@@ -420,8 +388,7 @@ def _save_weights(
         shards[-1].append(spec)
         num_bytes += spec.num_bytes
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [WEIGHTS_FILE]
+    names = names if len(shards) > 1 else [WEIGHTS_FILE]
     arrays = iter(params)
     if isinstance(params, Mapping):
         arrays = (array for _, array in iterate_hf_tensors(params, config, dtype))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.config import Experts
-from semrl_jax.models.sharding import activation_spec
+from semrl_jax.models.sharding import activation_spec, axis_names, platform_of
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128  # rows
 
@@ -46,17 +46,14 @@ def mixture(
     Args:
       x: normed states; the states of padding are routed as well.
       kernels: on a mesh, laid out by the table of `sharding`, but gathered over `fsdp`.
-      experts: of the architecture.
-      activation: of the gate.
-      mesh: None for one device.
     """
     if mesh is None:
         return _own_part(x, kernels, experts, activation, 0, jax.default_backend())
-    platform = mesh.devices.flat[0].platform
+    platform = platform_of(mesh)
     spec = activation_spec("states", x.shape, mesh)
     # Few rows are not split over the data axes: then every device has them.
     splits_rows = spec[0] is not None
-    of_x = {name for axes in spec if axes for name in ((axes,) if isinstance(axes, str) else axes)}
+    of_x = {name for axes in spec for name in axis_names(axes)}
 
     def of_shard(x, kernels):
         # The gradients of `block_product` vary over the same axes as what they are of.

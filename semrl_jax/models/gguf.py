@@ -85,8 +85,7 @@ _SPLITS = {
 def find_file(path: pathlib.Path) -> pathlib.Path | None:
     """The GGUF file that a path is, or that a directory without config.json holds.
 
-    Raises:
-      UserError: if a directory holds several.
+    Raises UserError if a directory holds several.
     """
     if path.is_file():
         return path if path.suffix == ".gguf" else None
@@ -102,31 +101,28 @@ def find_file(path: pathlib.Path) -> pathlib.Path | None:
 class Gguf:
     """An open GGUF file: its fields, configuration, tokenizer and tensors.
 
-    Raises:
-      UserError: from every method, naming the file and what is damaged or not supported.
+    Every method raises UserError, naming the file and what is damaged or not supported.
     """
 
     def __init__(self, file: pathlib.Path) -> None:
         self.file = file
         try:
             reader = _reader()(file)
-            self.fields = {name: _Lazy(field) for name, field in reader.fields.items()}
+            self.fields = reader.fields
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         except _DAMAGE as error:
             raise self._error(f"cannot be read as GGUF: {error!s:.200}") from None
         self.architecture = self.text("general.architecture")
         if self.architecture not in FAMILIES:
-            raise self._error(
-                f"architecture {self.architecture!r:.50} is not supported; it must be one of "
-                f"{', '.join(FAMILIES)}"
-            )
+            kind, known = f"{self.architecture!r:.50}", ", ".join(FAMILIES)
+            raise self._error(f"architecture {kind} is not supported; it must be one of {known}")
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{self.file}: {problem}.")
 
     def get(self, name: str, default: Any = None) -> Any:
         try:
-            return self.fields[name].value if name in self.fields else default
+            return self.fields[name].contents() if name in self.fields else default
         except (*_DAMAGE, UnicodeDecodeError) as error:
             raise self._error(f"field {name} cannot be read: {error!s:.200}") from None
 
@@ -147,9 +143,8 @@ class Gguf:
             value = self.get(name)
             if below in FIELDS:
                 # Floats are stored in 32 bits: 1e-5 is what 9.9999997e-06 was written as.
-                found[FIELDS[below]] = (
-                    float(str(np.float32(value))) if type(value) is float else value
-                )
+                is_float = type(value) is float
+                found[FIELDS[below]] = float(str(np.float32(value))) if is_float else value
             elif below not in ("rope.scaling.type", "rope.scaling.factor"):
                 raise self._error(f"{name}={value!r:.50} is not supported")
         embedding = self.tensors.get("token_embd.weight")
@@ -171,9 +166,8 @@ class Gguf:
         if self.architecture == "qwen3moe":
             found["norm_topk_prob"] = True  # in llama.cpp
         found["rope_scaling"] = self._rope_scaling(found)
-        for kind in ("bos", "eos", "pad"):
-            key = {"pad": "padding"}.get(kind, kind)
-            found[f"{kind}_token_id"] = self.get(f"tokenizer.ggml.{key}_token_id")
+        for ours, theirs in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+            found[f"{ours}_token_id"] = self.get(f"tokenizer.ggml.{theirs}_token_id")
         return found
 
     def _rope_scaling(self, hf: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -205,28 +199,20 @@ class Gguf:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError:
             kind = tensor.tensor_type.name
-            raise self._error(
-                f"{name} has the quantisation {kind}, which is not supported"
-            ) from None
+            raise self._error(f"{name}: quantisation {kind} is not supported") from None
         except _DAMAGE as error:
             raise self._error(f"{name} cannot be read: {error!s:.200}") from None
-        return values.astype(np.float32, copy=False).reshape(
-            tuple(int(n) for n in tensor.shape[::-1])
-        )
+        return values.astype(np.float32, copy=False).reshape(_shape(tensor))
 
     def check_tensors(self, config: DecoderConfig) -> None:
         """Raises UserError, naming missing, unknown and misshapen tensors."""
         expected: dict[str, tuple[int, ...]] = {}
         for tensor in hf_tensors(config):
-            shape = (
-                tensor.shape
-                if tensor.expert is None
-                else (config.experts.num_experts, *tensor.shape)
-            )
-            expected[_name(tensor)] = shape
+            experts = () if tensor.expert is None else (config.experts.num_experts,)
+            expected[_name(tensor)] = (*experts, *tensor.shape)
         problems = [f"{name} is missing" for name in expected.keys() - self.tensors.keys()]
         for name, tensor in self.tensors.items():
-            shape = tuple(int(n) for n in tensor.shape[::-1])
+            shape = _shape(tensor)
             if name == ROPE_FACTORS and self.architecture == "llama":
                 continue
             if name not in expected:
@@ -256,8 +242,7 @@ class Gguf:
     def tokenizer(self) -> Any:
         """The tokenizer, as a transformers one, with chat template and special tokens.
 
-        Raises:
-          UserError: if it is of another kind than byte-level BPE and sentencepiece BPE.
+        Its kind must be byte-level BPE or sentencepiece BPE.
         """
         import transformers
         from tokenizers import AddedToken, processors
@@ -293,8 +278,7 @@ class Gguf:
             raise
         except Exception as error:  # the Rust part raises Exception itself
             raise self._error(f"no tokenizer can be built: {error!s:.200}") from None
-        template = self.get("tokenizer.chat_template")
-        if template is not None:
+        if self.get("tokenizer.chat_template") is not None:
             tokenizer.chat_template = self.text("tokenizer.chat_template")
         return tokenizer
 
@@ -329,21 +313,18 @@ class Gguf:
             raise self._error("tokenizer.ggml.scores must be as many numbers as there are tokens")
         if self.architecture == "gemma3":
             # Runs of spaces are written as spaces, and merges are in the order of the tokens.
-            tokens = [
-                "▁" * len(token) if token and not token.strip(" ") else token for token in tokens
-            ]
+            tokens = ["▁" * len(text) if text and not text.strip(" ") else text for text in tokens]
             scores = [-index for index in range(len(tokens))]
         vocabulary = {token: index for index, token in enumerate(tokens)}
         unknown = self.get("tokenizer.ggml.unknown_token_id")
-        backend = Tokenizer(
-            models.BPE(
-                vocabulary,
-                merges_of(vocabulary, scores),
-                unk_token=tokens[unknown] if unknown is not None else None,
-                fuse_unk=True,
-                byte_fallback=True,
-            )
+        bpe = models.BPE(
+            vocabulary,
+            merges_of(vocabulary, scores),
+            unk_token=tokens[unknown] if unknown is not None else None,
+            fuse_unk=True,
+            byte_fallback=True,
         )
+        backend = Tokenizer(bpe)
         has_prefix = self.get("tokenizer.ggml.add_space_prefix", True)
         prefix = [normalizers.Prepend("▁")] if has_prefix else []
         backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
@@ -370,6 +351,11 @@ def _is_list(value: Any, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, kind) for v in value)
 
 
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """The shape of a tensor of the file, in the layout of PyTorch."""
+    return tuple(int(n) for n in tensor.shape[::-1])
+
+
 def _name(tensor: HfTensor) -> str:
     module, kind = tensor.path[-2:]
     end = "bias" if kind == "bias" else "weight"
@@ -385,17 +371,6 @@ def _llama3_factors(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> 
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     return 1 / ((1 - smooth) / scaling["factor"] + smooth)
-
-
-class _Lazy:
-    """A field; its value is read when it is asked for, because lists of tokens are long."""
-
-    def __init__(self, field: Any) -> None:
-        self._field = field
-
-    @functools.cached_property
-    def value(self) -> Any:
-        return self._field.contents()
 
 
 @functools.cache
@@ -416,9 +391,6 @@ def hf_directory(file: pathlib.Path) -> pathlib.Path:
     """The Hugging Face directory of a GGUF file, which is made at the first call and then kept.
 
     It lies in `$XDG_CACHE_HOME/semrl_jax`, by default `~/.cache/semrl_jax`.
-
-    Raises:
-      UserError: if the file is damaged or not supported.
     """
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     target = cache / "semrl_jax" / f"{file.stem}-{_fingerprint(file)}"
@@ -436,11 +408,7 @@ def hf_directory(file: pathlib.Path) -> pathlib.Path:
 def convert(
     file: pathlib.Path, target: pathlib.Path, dtype: str = "float32", **options: Any
 ) -> None:
-    """Writes a GGUF file as a Hugging Face directory, see `directory.save_directory`.
-
-    Raises:
-      UserError: if the file is damaged or not supported.
-    """
+    """Writes a GGUF file as a Hugging Face directory, see `directory.save_directory`."""
     from semrl_jax.models.directory import save_directory  # which finds directories by this module
 
     source = Gguf(file)

@@ -8,8 +8,7 @@ them takes seconds.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from semrl_jax.models.config import (
@@ -21,9 +20,8 @@ from semrl_jax.models.config import (
     RopeScaling,
     check_size,
 )
-from semrl_jax.models.families import Family, Fields, find_family, model_types
+from semrl_jax.models.families import Family, find_family, model_types, translated
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.modules import running
 
 # Sizes by our names and by those of `config.json`.
 SIZES = {
@@ -34,6 +32,11 @@ SIZES = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
+}
+EXPERT_SIZES = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "intermediate_size": "moe_intermediate_size",
 }
 # Options of some families, likewise.
 OPTIONS = {
@@ -61,7 +64,6 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
     Absent fields have the values that transformers gives them.
 
     Args:
-      hf: the fields.
       family: a name in `families`, or the path of a module; "": the field `model_type` decides.
 
     Raises:
@@ -85,7 +87,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
             f"model.family={family!r} reads; name another family, or none."
         )
     try:
-        hf = _translated(hf, declared.from_hf)
+        hf = translated(hf, declared.from_hf) if declared.from_hf else hf
         _refuse_unsupported(declared, hf)
         # Sizes first: the rest is computed from them.
         sizes = {
@@ -97,9 +99,8 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
             # In transformers the default is the number of one large model.
             raise KeyError("num_key_value_heads")
         sizes.setdefault("num_kv_heads", sizes["num_heads"])
-        sizes.setdefault(
-            "head_dim", declared.head_dim or sizes["hidden_size"] // sizes["num_heads"]
-        )
+        default_width = declared.head_dim or sizes["hidden_size"] // sizes["num_heads"]
+        sizes.setdefault("head_dim", default_width)
         positions = {"max_position_embeddings": 32_768, **hf}
         theta, scaling = _rope_from_hf(hf)
         window, full_attention_layers = _windows_from_hf(declared, hf)
@@ -128,14 +129,6 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         raise UserError(f"config.json: field {error.args[0]!r} is missing.") from None
     except UserError as error:
         raise UserError(f"config.json: {error}") from None
-
-
-def _translated(hf: Fields, translate: Callable[[Fields], Fields] | None) -> dict[str, Any]:
-    """The fields under the other names of a family; UserError if a user's function fails."""
-    if translate is None:
-        return dict(hf)
-    with running("model.family", inspect.getmodule(translate), translate.__name__):
-        return dict(translate(hf))
 
 
 def _size(fields: Mapping[str, Any], name: str, limit: int) -> int:
@@ -172,7 +165,6 @@ def config_to_hf(
     """The `config.json` that transformers and vLLM read.
 
     Args:
-      config: the architecture.
       eos_token_id, pad_token_id: None leaves what `base` has.
       base: the `config.json` that the model came with; its fields that are not architecture stay.
       dtype: of the weights in the same directory.
@@ -180,7 +172,7 @@ def config_to_hf(
     Raises:
       UserError: if `base` describes another architecture than `config`.
     """
-    family = find_family(config.family or config.model_type)
+    family = config.declared
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope |= dataclasses.asdict(config.rope_scaling)
@@ -215,7 +207,7 @@ def config_to_hf(
         hf["eos_token_id"] = eos_token_id if isinstance(eos_token_id, int) else [*eos_token_id]
     if pad_token_id is not None:
         hf["pad_token_id"] = pad_token_id
-    hf = _translated(hf, family.to_hf)
+    hf = translated(hf, family.to_hf) if family.to_hf else hf
     if config_from_hf(hf, config.family) != config:
         raise UserError(
             f"the given config.json belongs to another model than {config}; give that of the "
@@ -232,10 +224,8 @@ def _refuse_unsupported(family: Family, hf: Mapping[str, Any]) -> None:
     for name, (only, reason) in ONLY.items():
         if (value := hf.get(name)) is not None and value != only:
             raise UserError(f"{name}={value!r:.100} is not supported, only {only!r}: {reason}.")
-    if hf.get("hidden_act", family.activation) != family.activation:
-        raise UserError(
-            f"hidden_act={hf['hidden_act']!r:.100} is not supported, only {family.activation!r}."
-        )
+    if (given := hf.get("hidden_act", family.activation)) != family.activation:
+        raise UserError(f"hidden_act={given!r:.100} is not supported, only {family.activation!r}.")
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -276,13 +266,9 @@ def _experts_from_hf(hf: Mapping[str, Any]) -> Experts:
     if not isinstance(only, list | tuple) or any(type(layer) is not int for layer in only):
         raise UserError(f"mlp_only_layers={only!r:.100} must be a list of layers.")
     dense = (layer for layer in range(num_layers) if (layer + 1) % step or layer in only)
-    return Experts(
-        num_experts=_size(hf, "num_experts", MAX_SIZE),
-        experts_per_token=_size(hf, "num_experts_per_tok", MAX_SIZE),
-        intermediate_size=_size(hf, "moe_intermediate_size", MAX_SIZE),
-        normalize_weights=_flag(hf, "norm_topk_prob"),
-        dense_layers=tuple(dense),
-    )
+    sizes = {ours: _size(hf, theirs, MAX_SIZE) for ours, theirs in EXPERT_SIZES.items()}
+    weights = _flag(hf, "norm_topk_prob")
+    return Experts(**sizes, normalize_weights=weights, dense_layers=tuple(dense))
 
 
 def _experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -291,9 +277,7 @@ def _experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
     if experts is None:
         return {}
     return {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.experts_per_token,
-        "moe_intermediate_size": experts.intermediate_size,
+        **{theirs: getattr(experts, ours) for ours, theirs in EXPERT_SIZES.items()},
         "norm_topk_prob": experts.normalize_weights,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [*experts.dense_layers],

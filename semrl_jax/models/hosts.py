@@ -56,9 +56,7 @@ def shard_owners(processes: Int[np.ndarray, "R F S T X"]) -> Int[np.ndarray, " s
 def own_rows(rows: Float[Array, "M R *dims"], mesh: Mesh) -> dict[int, np.ndarray]:
     """[M, R / shards, ...] of each data shard that this process owns, by shard.
 
-    Args:
-      rows: R is split over the data axes of the mesh, the rest in any way. All processes must
-        call this together.
+    R is split over the data axes of the mesh, the rest in any way. All processes call it together.
     """
     rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(None, DATA_AXES)))
     owners = shard_owners(processes_of(mesh))

@@ -11,7 +11,9 @@ Source: arXiv:2106.09685, Sec. 4.1. Initial values and scale as in PEFT: A unifo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,19 +32,12 @@ Product = Callable[[Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """What an adapter is.
+    """What an adapter is."""
 
-    Attributes:
-      modules: of a decoder's layer, such as "query".
-      rank: R, at least 1.
-      alpha: the product A B is scaled by alpha / R.
-      rank_stabilized: by alpha / sqrt(R) instead (arXiv:2312.03732).
-    """
-
-    modules: tuple[str, ...]
-    rank: int
-    alpha: float
-    rank_stabilized: bool = False
+    modules: tuple[str, ...]  # of a decoder's layer, such as "query"
+    rank: int  # R, at least 1
+    alpha: float  # the product A B is scaled by alpha / R
+    rank_stabilized: bool = False  # by alpha / sqrt(R) instead (arXiv:2312.03732)
 
     @property
     def scale(self) -> float:
@@ -104,8 +99,7 @@ def adapted(trained: Params, base: Base | None) -> Params:
 class AdaptedLinear(nnx.Linear):
     """nnx.Linear, with an adapter where `add_adapters` has added one.
 
-    Args:
-      of_a, of_b: the products with A and with B, as `dot_general` is that with the kernel.
+    `of_a` and `of_b` are the products with A and with B, as `dot_general` is that with the kernel.
     """
 
     def __init__(self, *args: Any, of_a: Product, of_b: Product, **kwargs: Any):
@@ -144,9 +138,7 @@ class Adapted(NamedTuple):
 
 def stored(params: Params, path: Sequence[str]) -> Array | np.ndarray | Adapted:
     """The leaf at a path, with its adapter if it is a kernel that has one."""
-    node = params
-    for name in path[:-1]:
-        node = node[name]
+    node = functools.reduce(operator.getitem, path[:-1], params)
     leaf = node[path[-1]]
     return Adapted(leaf, node[A], node[B]) if path[-1] == "kernel" and A in node else leaf
 

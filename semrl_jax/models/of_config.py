@@ -22,8 +22,7 @@ RANDOM_MODEL_FIELDS = (
 def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]:
     """Architecture and transformers tokenizer of `model.path`, or of a random model.
 
-    Raises:
-      UserError: if the directory is missing, unsupported or has no fitting tokenizer.
+    Raises UserError if the directory is missing, unsupported or has no fitting tokenizer.
     """
     if config.model.path:
         directory = models.find_directory(config.model.path)
@@ -41,11 +40,9 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]
             max_position_embeddings=2048,
             **{name: model[name] for name in RANDOM_MODEL_FIELDS},
         )
+    model = config.model
     policy = models.Policy(
-        architecture,
-        config.model.compute_dtype,
-        config.model.remat,
-        attention=config.model.attention,
+        architecture, model.compute_dtype, model.remat, attention=model.attention
     )
     return policy, tokenizer
 
@@ -63,8 +60,7 @@ def starting_params(
 ) -> models.Params:
     """The parameters of a model directory on the mesh.
 
-    Raises:
-      UserError: if the weights are missing or do not fit the architecture or the mesh.
+    Raises UserError if the weights are missing or do not fit the architecture or the mesh.
     """
     shardings = models.parameter_shardings(policy.shapes(), mesh)
     return models.load_params(directory, policy.config, shardings, dtype=dtype)
@@ -75,8 +71,7 @@ def lora_of(
 ) -> models.Lora | None:
     """What `config.lora` trains; None if it is off.
 
-    Raises:
-      UserError: if the targets or the rank do not fit the model.
+    Raises UserError if the targets or the rank do not fit the model.
     """
     options = config.lora
     if not options.rank:
@@ -107,12 +102,12 @@ def find_lora(
         adapter, own = peft.load_adapter(files, architecture, base, config.model.path)
     except UserError as error:
         raise UserError(f"lora.path: {error}") from None
-    for field in ("rank", "alpha", "rank_stabilized", "modules"):
-        here, there = getattr(lora, field), getattr(own, field)
+    # Named as in the settings.
+    wanted, has = ({**vars(each), "targets": each.modules} for each in (lora, own))
+    for name in ("rank", "alpha", "rank_stabilized", "targets"):
+        here, there = wanted[name], has[name]
         if here != there:
-            name = field
-            if field == "modules":  # as `lora.targets` takes them
-                name = "targets"
+            if name == "targets":
                 here, there = (peft.target_names(architecture, m) for m in (here, there))
             raise UserError(
                 f"lora.{name}: the settings give {here!r}, but the adapter in lora.path="
@@ -122,17 +117,11 @@ def find_lora(
 
 
 class ModelFiles(NamedTuple):
-    """A checked directory of a critic or reward model.
+    """A checked directory of a critic or reward model."""
 
-    Attributes:
-      model: its architecture, on the mesh.
-      directory: where its weights are.
-      has_head: whether it is a classifier.
-    """
-
-    model: models.ValueModel
-    directory: pathlib.Path
-    has_head: bool
+    model: models.ValueModel  # its architecture, on the mesh
+    directory: pathlib.Path  # where its weights are
+    has_head: bool  # whether it is a classifier
 
 
 def find_value_model(
@@ -145,14 +134,10 @@ def find_value_model(
 ) -> ModelFiles:
     """The critic or reward model of a Hugging Face directory, checked without reading its weights.
 
-    Args:
-      field: of the config that names `path`, for error messages.
-      config: of the run.
-      policy, tokenizer: whose responses it reads.
-
-    Raises:
-      UserError: if it is no language model or classifier with one label that this library supports,
-        has another tokenizer than the policy, or does not fit the lengths of the run or the mesh.
+    It reads responses of the policy. `field` of the config names the path, for error messages.
+    Raises UserError if it is no language model or classifier with one label that this library
+    supports, has another tokenizer than the policy, or does not fit the lengths of the run or the
+    mesh.
     """
     place = f"{field}={path!r}"
     try:

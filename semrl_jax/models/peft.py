@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import hashlib
 import json
@@ -22,12 +21,13 @@ from semrl_jax.models.lora import MAX_ALPHA, A, B, Lora
 from semrl_jax.models.policy import Params
 from semrl_jax.models.weights import layer_kernels
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object, remove
+from semrl_jax.support.files import read_json_object, replacing_directory
 from semrl_jax.support.tensor_files import write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # as in PEFT: all linear modules but the output matrix
 BASE_SAMPLE = "base_weights_sample"  # in the metadata of our files
+base_sample = weights_sample  # what identifies the weights of a base
 # Fields of PEFT's LoraConfig that are in none of the next three tables must be absent, null, false
 # or empty. A field of a later version of PEFT is therefore refused by name when it is used.
 READ = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora")
@@ -58,7 +58,6 @@ def find_modules(config: DecoderConfig, targets: Sequence[str]) -> tuple[str, ..
     """The modules of a layer that `lora.targets` names, in the order of the decoder.
 
     Args:
-      config: of the base.
       targets: names of Hugging Face such as "q_proj" or "self_attn.q_proj", patterns of them with
         * and ?, or "all-linear".
 
@@ -76,10 +75,10 @@ def find_modules(config: DecoderConfig, targets: Sequence[str]) -> tuple[str, ..
             or fnmatch.fnmatchcase(name.rpartition(".")[2], target)
         }
         if not matching:
+            choices = ", ".join(name.rpartition(".")[2] for name in names.values())
             raise UserError(
                 f"lora.targets has {target!r}, which matches no linear module of a layer; choose "
-                f"from {', '.join(name.rpartition('.')[2] for name in names.values())}, patterns "
-                f"of them, and {ALL_LINEAR!r}."
+                f"from {choices}, patterns of them, and {ALL_LINEAR!r}."
             )
         found |= matching
     return tuple(module for module in names if module in found)
@@ -101,11 +100,6 @@ def check_rank(config: DecoderConfig, lora: Lora) -> None:
             )
 
 
-def base_sample(directory: str | os.PathLike[str]) -> str:
-    """What identifies the weights of a base: `weights_sample`."""
-    return weights_sample(directory)
-
-
 def save_adapter(
     path: str | os.PathLike[str],
     adapter: Params,
@@ -119,9 +113,7 @@ def save_adapter(
     Args:
       path: replaced if it exists.
       adapter: float32, of `lora`, on the host or on devices of this process.
-      lora: its modules, rank and scale.
-      config: of the base.
-      base: its directory.
+      config, base: of the base, and its directory.
       base_name: for `base_model_name_or_path`: the hub id, or the directory.
     """
     kernels = layer_kernels(config)
@@ -143,20 +135,10 @@ def save_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    path = pathlib.Path(path)
-    staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
-    for leftover in (staging, old):
-        remove(leftover)
-    staging.mkdir(parents=True)
-    metadata = {"format": "pt", BASE_SAMPLE: base_sample(base)}
-    with open(staging / WEIGHTS_FILE, "xb") as out:
-        write_tensors(out, tensors, metadata)
-    (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-    if os.path.lexists(path):
-        path.rename(old)
-    staging.rename(path)
-    with contextlib.suppress(OSError):  # the next save removes it
-        remove(old)
+    with replacing_directory(pathlib.Path(path)) as staging:
+        with open(staging / WEIGHTS_FILE, "xb") as out:
+            write_tensors(out, tensors, {"format": "pt", BASE_SAMPLE: base_sample(base)})
+        (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def adapter_hash(adapter: Params) -> str:
@@ -168,7 +150,6 @@ def adapter_hash(adapter: Params) -> str:
 
 
 def num_parameters(config: DecoderConfig, lora: Lora) -> int:
-    """Number of parameters of an adapter."""
     kernels = layer_kernels(config)
     return lora.rank * config.num_layers * sum(sum(kernels[m].shape) for m in lora.modules)
 
@@ -179,40 +160,29 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
 
 
 class AdapterFiles(NamedTuple):
-    """A directory in PEFT's format whose settings are supported.
-
-    Attributes:
-      path: the directory.
-      base_name: its `base_model_name_or_path`; "" if it has none.
-      rank, alpha, rank_stabilized: as in `Lora`.
-    """
+    """A directory in PEFT's format whose settings are supported; the last three as in `Lora`."""
 
     path: pathlib.Path
-    base_name: str
+    base_name: str  # its `base_model_name_or_path`; "" if it has none
     rank: int
     alpha: float
     rank_stabilized: bool
 
     def base(self) -> pathlib.Path:
         """The directory of the base that it names; raises UserError if there is none."""
+        field = f"{self.path / CONFIG_FILE}: base_model_name_or_path"
         if not self.base_name:
-            raise UserError(
-                f"{self.path / CONFIG_FILE}: base_model_name_or_path is missing or empty; set it "
-                "to the base that the adapter was trained on."
-            )
+            raise UserError(f"{field} is missing or empty; set it to the base of the adapter.")
         try:
             return find_directory(self.base_name)
         except UserError as error:
-            raise UserError(
-                f"{self.path / CONFIG_FILE}: base_model_name_or_path: {error}"
-            ) from None
+            raise UserError(f"{field}: {error}") from None
 
 
 def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
     """Reads `adapter_config.json`.
 
-    Raises:
-      UserError: if it is missing, or asks for what is not supported.
+    Raises UserError if it is missing, or asks for what is not supported.
     """
     file = pathlib.Path(path) / CONFIG_FILE
     try:
@@ -258,9 +228,7 @@ def load_adapter(
     """The adapter of a directory, float32 in NumPy, and what it is.
 
     Args:
-      files: from `find_adapter`.
-      config: of the base.
-      base: its directory.
+      config, base: of the base, and its directory.
       base_name: how the user named it.
 
     Raises:
@@ -272,13 +240,13 @@ def load_adapter(
     try:
         with safe_open(str(file), framework="numpy") as weights:
             _check_base(files, weights.metadata() or {}, base, base_name)
-            dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-            for name, dtype in dtypes.items():
-                if dtype not in FILE_DTYPES:
+            tensors = {}
+            for name in weights.keys():  # noqa: SIM118
+                if (dtype := weights.get_slice(name).get_dtype()) not in FILE_DTYPES:
                     raise UserError(
                         f"{file}: {name:.100} is of dtype {dtype}, not of {tuple(FILE_DTYPES)}."
                     )
-            tensors = {name: weights.get_tensor(name).astype(np.float32) for name in dtypes}
+                tensors[name] = weights.get_tensor(name).astype(np.float32)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None
     kernels = layer_kernels(config)
@@ -288,11 +256,10 @@ def load_adapter(
         if any(_tensor(layer, kernel.name, A) in tensors for layer in range(config.num_layers))
     )
     lora = Lora(modules, files.rank, files.alpha, files.rank_stabilized)
-    layers: dict[str, dict[str, np.ndarray]] = {}
+    layers: dict[str, dict[str, np.ndarray]] = {module: {} for module in modules}
     for module in modules:
         num_out, num_in = kernels[module].shape
-        shapes = {A: (lora.rank, num_in), B: (num_out, lora.rank)}
-        for leaf, shape in shapes.items():
+        for leaf, shape in {A: (lora.rank, num_in), B: (num_out, lora.rank)}.items():
             found = []
             for layer in range(config.num_layers):
                 name = _tensor(layer, kernels[module].name, leaf)
@@ -308,7 +275,7 @@ def load_adapter(
                         f"{file}: {name} has a value that is not finite; take an earlier adapter."
                     )
                 found.append(tensor.T)
-            layers.setdefault(module, {})[leaf] = np.stack(found)
+            layers[module][leaf] = np.stack(found)
     if tensors or not modules:
         name = min(tensors, default="no tensor")
         adapted = _ADAPTED.match(name)
@@ -342,9 +309,8 @@ def _check_base(
     own, other = (name.rstrip("/").rpartition("/")[2] for name in (base_name, files.base_name))
     if other and own != other:
         raise UserError(
-            f"{files.path} is an adapter of {files.base_name!r:.150}, not of {base_name}; name "
-            f"that base, or change base_model_name_or_path in its {CONFIG_FILE} if they are the "
-            "same."
+            f"{files.path} is an adapter of {files.base_name!r:.150}, not of {base_name}; name the "
+            f"first, or change base_model_name_or_path in its {CONFIG_FILE} if they are the same."
         )
 
 

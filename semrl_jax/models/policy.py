@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from semrl_jax.models.attention_kernels import choose_kernel
 from semrl_jax.models.config import DecoderConfig
@@ -78,7 +78,8 @@ class Policy:
 
     def logits(self, params: Params, states: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Float32 logits of final states."""
-        matrix = self._bind(params).output_matrix()
+        matrix, vocabulary_axis = self._bind(params).output_weights()
+        matrix = matrix if vocabulary_axis else matrix.T
         logits = jnp.matmul(states, matrix, preferred_element_type=jnp.float32)
         if cap := self.config.final_logit_softcap:
             logits = cap * jnp.tanh(logits / cap)
@@ -87,21 +88,19 @@ class Policy:
     def states_at(
         self, states: Float[Array, "B S D"], columns: Int[Array, "B U"]
     ) -> Float[Array, "B U D"]:
-        """The states of the given columns of each row.
+        """The states of the given columns of each row; columns are int32, in [0, S).
 
         If the mesh splits columns, a device has the states of some of them. Only the requested
         states travel over the axis, once forward and once in the gradient.
-
-        Args:
-          states: laid out as `final_states` returns them.
-          columns: int32, in [0, S).
         """
         mesh = self._split
         if mesh is None:
             return jnp.take_along_axis(states, columns[:, :, None], axis=1)
 
         def of_shard(states, columns):
-            here, inside = _in_shard(columns, "sequence", states.shape[1])
+            size = states.shape[1]
+            own = columns - jax.lax.axis_index("sequence") * size
+            here, inside = jnp.clip(own, 0, size - 1), (own >= 0) & (own < size)
             found = jnp.take_along_axis(states, here[:, :, None], axis=1)
             # One device has the state and the others have zeros, so the sum is exact.
             found = jnp.where(inside[:, :, None], found, jnp.zeros((), found.dtype))
@@ -124,7 +123,7 @@ class Policy:
         temperature: float = 1.0,
         max_logits: int | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """Log-probability of each token and entropy of its distribution.
+        """Log-probability of each token and entropy of its distribution; float32 nats.
 
         Computes the logits in tiles, forward and again in the backward pass, so that [B, T, V]
         never exists. On a mesh, a device has its rows, columns and slice of the vocabulary. Sums
@@ -136,9 +135,6 @@ class Policy:
           temperature: divides the logits, > 0; the rollout temperature (METHOD: both algorithms).
           max_logits: float32 logits that a device holds at once; None: 16 MiB on a CPU, whose cache
             then holds most of them, and 64 MiB on other devices.
-
-        Returns:
-          Float32 log-probabilities and entropies, nats.
         """
         matrix, vocabulary_axis = self._bind(params).output_weights()
         mesh = self._split
@@ -190,10 +186,9 @@ class Policy:
         return jnp.pad(x, ((0, rows), (0, columns)) + ((0, 0),) * (x.ndim - 2))
 
     def _module(self, rngs: nnx.Rngs) -> Decoder:
-        dtype = jnp.dtype(self.compute_dtype)
         return Decoder(
-            self.config, dtype=dtype, remat=self.remat, mesh=self._split, rngs=rngs,
-            kernel=self.kernel, platform=self._platform,
+            self.config, dtype=jnp.dtype(self.compute_dtype), remat=self.remat, mesh=self._split,
+            rngs=rngs, kernel=self.kernel, platform=self._platform,
         )  # fmt: skip
 
     @property
@@ -279,11 +274,3 @@ def _stacked(layers: Sequence[Params]) -> Params:
         )
         for name in names
     }
-
-
-def _in_shard(
-    indices: Int[Array, "*dims"], axis: str, size: int
-) -> tuple[Int[Array, "*dims"], Bool[Array, "*dims"]]:
-    """Indices into this device's `size` elements of an axis, clipped, and which were inside."""
-    indices = indices - jax.lax.axis_index(axis) * size
-    return jnp.clip(indices, 0, size - 1), (indices >= 0) & (indices < size)

@@ -63,11 +63,7 @@ TIMEOUT_S = 1800.0  # of one package
 
 
 def fetch(wheel: Wheel, directory: pathlib.Path) -> pathlib.Path:
-    """Downloads a wheel with the expected checksum.
-
-    Raises:
-      UserError: if pip cannot.
-    """
+    """Downloads a wheel with the expected checksum; raises UserError if pip cannot."""
     folder = directory / wheel.package.partition("==")[0]
     folder.mkdir(parents=True, exist_ok=True)
     requirements = folder / "requirements.txt"

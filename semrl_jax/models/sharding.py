@@ -71,10 +71,8 @@ ACTIVATION_SPECS: Mapping[str, PartitionSpec] = {
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over the axes `AXES`; one axis may be -1 and takes the remaining devices.
 
-    An axis that `shape` does not name has size 1.
-
-    Raises:
-      UserError: if the sizes do not multiply to the number of devices.
+    An axis that `shape` does not name has size 1. Other products of the sizes than the number of
+    devices raise UserError.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = [shape.get(axis, 1) for axis in AXES]
@@ -104,8 +102,7 @@ def partition_spec(name: str) -> PartitionSpec:
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """The NamedSharding of each leaf of `params`; every name must be in the table.
 
-    Raises:
-      UserError: if a mesh axis does not divide the dimension it splits.
+    Raises UserError if a mesh axis does not divide the dimension it splits.
     """
 
     def of(path, leaf):
@@ -136,13 +133,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
-    """Checks that the decoder's parameters and heads can be split over the mesh.
+    """Raises UserError unless the decoder's parameters and heads can be split over the mesh.
 
     `num_kv_heads` need not be a multiple of mesh.tensor. If it is not, every device of the axis has
     all keys and values, and only the parameters of their products are split.
-
-    Raises:
-      UserError: naming what an axis does not divide, and the sizes that fit.
     """
     divided = {
         "tensor": {
@@ -204,9 +198,8 @@ def constrain(x: Shaped[Array, "*dims"], kind: str, mesh: Mesh | None) -> Shaped
     """`x` with the layout of its kind of activation; unchanged without a mesh."""
     if mesh is None:
         return x
-    return jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, activation_spec(kind, x.shape, mesh))
-    )
+    spec = activation_spec(kind, x.shape, mesh)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def shared_heads(
@@ -230,10 +223,7 @@ def gather_kernel(
 
     The parts are gathered as they are stored, next to each other, and joined on the device. TPUs
     have tiles of 16 rows. If the parts do not fill them, joining is a copy, and the compiler of v5p
-    makes the gather a sum of whole arrays (docs/plan.md).
-
-    Args:
-      spec: the entry of `PARTITION_SPECS` for the kernel's two axes; `fsdp` splits the first one.
+    makes the gather a sum of whole arrays (docs/plan.md). `spec` is of the kernel's two axes.
     """
     whole, is_split = _without_fsdp(spec)
     if not is_split or mesh.shape["fsdp"] == 1:
@@ -252,11 +242,7 @@ def gather_kernel(
 def gather_over_fsdp(
     kernel: Float[Array, "*E I O"], name: str, mesh: Mesh | None
 ) -> Float[Array, "*E I O"]:
-    """A kernel of a mixture of experts, gathered; its gradient is summed and split again.
-
-    Args:
-      name: of the module in a layer.
-    """
+    """The kernel of a module of experts, gathered; its gradient is summed and split again."""
     if mesh is None or mesh.shape["fsdp"] == 1:
         return kernel
     split = PartitionSpec(*PARTITION_SPECS[f"layers/{name}/kernel"][1:])
@@ -269,10 +255,7 @@ def gather_over_fsdp(
 
 
 def kernel_gradient(
-    x: Float[Array, "B T I"],
-    gradient: Float[Array, "B T O"],
-    spec: PartitionSpec,
-    mesh: Mesh,
+    x: Float[Array, "B T I"], gradient: Float[Array, "B T O"], spec: PartitionSpec, mesh: Mesh
 ) -> Float[Array, "I O"]:
     """The gradient of a kernel, with the layout of the kernel: its sums are reduce-scattered.
 

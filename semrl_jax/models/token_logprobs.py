@@ -25,21 +25,13 @@ UNSEEN = -1e30  # logit of a column that another tile has: finite, so that no pr
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the logits are computed; static.
+    """How the logits are computed; static."""
 
-    Attributes:
-      vocabulary_axis: of the output matrix: 0 for [V, D] (a tied embedding), 1 for [D, V].
-      temperature: divides the logits, > 0.
-      max_logits: float32 logits of a tile.
-      softcap: c: logits z become c tanh(z / c) before the temperature; None: they stay.
-      axis: mesh axis over which the vocabulary is split; None: it is not split.
-    """
-
-    vocabulary_axis: int
-    temperature: float
-    max_logits: int
-    axis: str | None = None
-    softcap: float | None = None
+    vocabulary_axis: int  # of the output matrix: 0 for [V, D] (a tied embedding), 1 for [D, V]
+    temperature: float  # divides the logits, > 0
+    max_logits: int  # float32 logits of a tile
+    axis: str | None = None  # mesh axis over which the vocabulary is split; None: it is not split
+    softcap: float | None = None  # c: logits z become c tanh(z / c) before the temperature
 
     def sizes(self, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Rows and columns of a tile.
@@ -85,7 +77,6 @@ def token_logprobs(
       states: in the compute dtype; row n is the state whose logits produced token n.
       token_ids: int32, in the whole vocabulary.
       matrix: in the compute dtype; of a device's slice of the vocabulary, if it is split.
-      tiles: the layout of the matrix and the tiles.
     """
     return _forward(states, token_ids, matrix, tiles)[0]
 

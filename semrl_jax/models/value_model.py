@@ -26,12 +26,9 @@ class ValueModel:
     """One float32 value per state. Hashable and static under jit, as `Policy` is.
 
     The parameters are the decoder's and `value_head: {kernel [D], bias []}`.
-
-    Attributes:
-      decoder: with tied embeddings, so that it has no output matrix; see `of`.
     """
 
-    decoder: Policy
+    decoder: Policy  # with tied embeddings, so that it has no output matrix; see `of`
 
     @classmethod
     def of(cls, policy: Policy) -> ValueModel:
@@ -88,13 +85,9 @@ def load_value_params(
     Args:
       path: of a causal language model, whose head becomes zeros; or of a sequence or token
         classifier with one label, whose head is kept.
-      model: its architecture.
       shardings: the tree from `parameter_shardings`; None for NumPy arrays.
-
-    Raises:
-      UserError: as `load_params`.
     """
-    config = model.decoder.config
+    config = model.config
     decoder_shardings = None if shardings is None else _without_head(shardings)
     decoder = load_params(path, config, decoder_shardings, others=_others(config))
     head = read_head(path, model)
@@ -107,10 +100,9 @@ def load_value_params(
 def read_head(path: str | os.PathLike[str], model: ValueModel) -> dict[str, np.ndarray]:
     """The tensors of a classifier's head by their names; {} if the directory has none.
 
-    Raises:
-      UserError: if the directory does not fit the model; see `check_params`.
+    Raises UserError if the directory does not fit the model; see `check_params`.
     """
-    config = model.decoder.config
+    config = model.config
     return read_tensors(path, config, _others(config), (KERNEL, BIAS))
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
@@ -77,38 +78,41 @@ class HfTensor(NamedTuple):
         """In the leading axes of our parameter."""
         return tuple(i for i in (self.place, self.expert) if i is not None)
 
+    @property
+    def engine_path(self) -> tuple[str | int, ...]:
+        """Keys of our parameter in the tree of `unstacked`."""
+        first, *names = self.path
+        return self.path if self.layer is None else (first, self.layer, *names)
+
 
 def hf_tensors(config: DecoderConfig) -> Iterator[HfTensor]:
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     kv_heads, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
+    family = config.declared
     shapes = {
         "attention_norm": (width,), "query": (heads, width), "key": (kv_heads, width),
-        "value": (kv_heads, width), "query_norm": (config.head_dim,),
-        "key_norm": (config.head_dim,), "output": (width, heads), "mlp_norm": (width,),
+        "value": (kv_heads, width), "output": (width, heads), "mlp_norm": (width,),
         "gate": (inner, width), "up": (inner, width), "down": (width, inner),
-        "attention_post_norm": (width,), "mlp_post_norm": (width,),
     }  # fmt: skip
+    if family.query_key_norm:
+        shapes |= {"query_norm": (config.head_dim,), "key_norm": (config.head_dim,)}
+    if family.post_norms:
+        shapes |= {"attention_post_norm": (width,), "mlp_post_norm": (width,)}
     if experts := config.experts:
         inner = experts.intermediate_size
         shapes |= {
             "router": (experts.num_experts, width), "expert_gate": (inner, width),
             "expert_up": (inner, width), "expert_down": (width, inner),
         }  # fmt: skip
-    family = config.declared
     yield HfTensor(EMBEDDING, (config.vocab_size, width), ("embed", "embedding"))
     for layer in range(config.num_layers):
         for (module, kind), name in LAYER_NAMES.items():
-            if module in ("query_norm", "key_norm") and not config.query_key_norm:
-                continue
-            if module in ("attention_post_norm", "mlp_post_norm") and not family.post_norms:
+            place = config.place(module, layer)
+            has_bias = kind != "bias" or family.attention_bias
+            if module not in shapes or place is None or not has_bias:
                 continue
             if module in family.tensor_names:
                 name = f"{family.tensor_names[module]}.{name.rpartition('.')[2]}"
-            if kind == "bias" and not config.attention_bias:
-                continue
-            place = config.place(module, layer)
-            if place is None or module not in shapes:
-                continue
             shape = shapes[module][:1] if kind == "bias" else shapes[module]
             name, path = f"model.layers.{layer}.{name}", ("layers", module, kind)
             if "{expert}" not in name:
@@ -147,12 +151,7 @@ def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
 
 
 def num_parameters(config: DecoderConfig, axes: Mapping[str, int] = EMPTY) -> int:
-    """Numbers in all weights, or in those of one device.
-
-    Args:
-      config: the architecture.
-      axes: sizes of the mesh axes that split parameters; absent ones have size 1.
-    """
+    """Numbers in all weights, or in those of one device, by the sizes of the mesh `axes`."""
     parts = axes.get("fsdp", 1) * axes.get("tensor", 1)
     numbers = {True: 0, False: 0}  # of experts, of the rest
     for tensor in hf_tensors(config):
@@ -169,8 +168,7 @@ def iterate_hf_tensors(
     uses the previous one. If other processes hold parts of the parameters, all processes must read
     it to its end.
 
-    Args:
-      on_host: yields NumPy arrays; False leaves the arrays on their devices, in one process.
+    With `on_host` the arrays are NumPy's; else they stay on their devices, in one process.
     """
 
     def start(group: Sequence[HfTensor]) -> list[Array]:
@@ -211,17 +209,14 @@ def _hf_layout(
       places: of the layer in each; None: it is not stacked.
       parts: path, expert and whether it is transposed, of each tensor.
     """
-    of_layer = {
-        name: leaf
-        if places[name] is None
-        else jax.tree.map(
-            lambda stack, place=places[name]: jax.lax.dynamic_index_in_dim(
-                stack, place, keepdims=False
-            ),
-            leaf,
-        )
-        for name, leaf in leaves.items()
-    }
+
+    def at(place, leaf):
+        if place is None:
+            return leaf
+        index = functools.partial(jax.lax.dynamic_index_in_dim, index=place, keepdims=False)
+        return jax.tree.map(index, leaf)
+
+    of_layer = {name: at(places[name], leaf) for name, leaf in leaves.items()}
     found = []
     for name, expert, is_transposed in parts:
         array = merged(of_layer[name])
@@ -241,12 +236,8 @@ def params_from_hf(
     Args:
       pieces: every row of every tensor of `tensor_specs`, in any order. The caller checks names
         and shapes.
-      config: the architecture.
-      shardings: the tree from `parameter_shardings`; None keeps the parameters on the host.
-      dtype: of the parameters.
-
-    Returns:
-      NumPy arrays; with `shardings`, jax.Arrays. Each process fills the parts on its own devices.
+      shardings: the tree from `parameter_shardings`; None keeps the parameters on the host, in
+        NumPy; else each process fills the parts on its own devices.
     """
     tensors = {tensor.name: tensor for tensor in hf_tensors(config)}
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -267,11 +258,7 @@ def params_from_hf(
     for name, start, rows in pieces:
         tensor = tensors[name]
         leaves[tensor.path].put(tensor.index, start, rows, transpose=tensor.is_kernel)
-    params: Params = {}
-    for path, leaf in leaves.items():
-        node = functools.reduce(lambda d, k: d.setdefault(k, {}), path[:-1], params)
-        node[path[-1]] = leaf.finish()
-    return params
+    return unflatten_dict({path: leaf.finish() for path, leaf in leaves.items()})
 
 
 class _HostLeaf:
@@ -281,9 +268,7 @@ class _HostLeaf:
         self._array = np.empty(shape, jnp.dtype(dtype))
 
     def put(self, index: tuple[int, ...], start: int, rows: np.ndarray, *, transpose: bool) -> None:
-        target = self._array[index]
-        if transpose:
-            target = target.T
+        target = self._array[index].T if transpose else self._array[index]
         step = TRANSPOSE_ROWS if transpose else len(rows)
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
@@ -304,9 +289,7 @@ class _DeviceLeaf:
         self._shape, self._sharding = zeros.shape, zeros.sharding
         self._parts = {shard.device: shard.data for shard in zeros.addressable_shards}
         self._bounds = {
-            shard.device: [
-                axis.indices(size)[:2] for axis, size in zip(shard.index, zeros.shape, strict=True)
-            ]
+            shard.device: [axis.indices(n)[:2] for axis, n in zip(shard.index, zeros.shape)]
             for shard in zeros.addressable_shards
         }
 
@@ -353,7 +336,6 @@ class UnstackedParams:
     Not for several threads at a time.
 
     Args:
-      config: the architecture.
       shardings: of the unstacked tree.
       dtype: of all parameters but the scales of norms, which stay in float32.
     """
@@ -375,7 +357,7 @@ class UnstackedParams:
         targets, shardings = [], []  # how the tensors come, and how they are kept
         for name in arrays:
             tensor = self._tensors[name]
-            sharding = _node(self._shardings, tensor.path, tensor.layer)
+            sharding = functools.reduce(operator.getitem, tensor.engine_path, self._shardings)
             if tensor.expert is not None:
                 sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
             dtype = "float32" if tensor.path[-1] == "scale" else self._dtype
@@ -392,31 +374,21 @@ class UnstackedParams:
 
     def finish(self) -> Params:
         self.wait()
-        params: Params = {"layers": tuple({} for _ in range(self._num_layers))}
         experts: dict[HfTensor, list[Array]] = {}  # by the first one of a parameter
         for name, tensor in self._tensors.items():
             if tensor.expert is not None and name in self._leaves:
                 first = tensor._replace(name="", expert=None)
                 experts.setdefault(first, []).append(self._leaves.pop(name))
         together = {first: _joined(experts.pop(first)) for first in list(experts)}
-        named = {self._tensors[name]: leaf for name, leaf in self._leaves.items()}
-        for tensor, leaf in (named | together).items():
-            *modules, last = tensor.path if tensor.layer is None else tensor.path[1:]
-            node = params if tensor.layer is None else params["layers"][tensor.layer]
-            node = functools.reduce(lambda d, k: d.setdefault(k, {}), modules, node)
-            node[last] = leaf
-        return params
+        leaves = {self._tensors[name]: leaf for name, leaf in self._leaves.items()} | together
+        params = unflatten_dict({tensor.engine_path: leaf for tensor, leaf in leaves.items()})
+        layers = tuple(params["layers"][layer] for layer in range(self._num_layers))
+        return params | {"layers": layers}
 
 
 @jax.jit
 def _joined(experts: Sequence[Array]) -> Array:
     return jnp.stack(experts)
-
-
-def _node(tree: Any, path: Sequence[str], layer: int | None) -> Any:
-    """The leaf of an unstacked tree."""
-    keys = path if layer is None else (path[0], layer, *path[1:])
-    return functools.reduce(operator.getitem, keys, tree)
 
 
 def _transposed(sharding: NamedSharding) -> NamedSharding:

@@ -18,27 +18,16 @@ ICI_SHARE = 0.9
 
 
 class Chip(NamedTuple):
-    """One chip, which is one JAX device in all these generations.
+    """One chip, which is one JAX device in all these generations."""
 
-    Attributes:
-      name: as in a topology.
-      hbm_bytes: memory.
-      hbm_bandwidth: bytes per second.
-      flops: bfloat16 products, floating point operations per second.
-      ici_bandwidth: bytes per second of all links in both directions.
-      num_links: links to other chips, two per dimension of the torus.
-      ring_multiple: an axis has wraparound links if its size is a multiple of this.
-      topologies: slices that can be rented.
-    """
-
-    name: str
+    name: str  # as in a topology
     hbm_bytes: float | int
-    hbm_bandwidth: float | int
-    flops: float | int
-    ici_bandwidth: float | int
-    num_links: int
-    ring_multiple: int
-    topologies: tuple[str, ...]
+    hbm_bandwidth: float | int  # bytes per second
+    flops: float | int  # bfloat16 products, floating point operations per second
+    ici_bandwidth: float | int  # bytes per second of all links in both directions
+    num_links: int  # links to other chips, two per dimension of the torus
+    ring_multiple: int  # an axis has wraparound links if its size is a multiple of this
+    topologies: tuple[str, ...]  # slices that can be rented
 
     @property
     def link_bandwidth(self) -> float | int:
@@ -67,15 +56,10 @@ CHIPS = {
 
 
 class Slice(NamedTuple):
-    """A slice of a pod.
-
-    Attributes:
-      chip: what it is made of.
-      shape: chips along each dimension of the torus.
-    """
+    """A slice of a pod."""
 
     chip: Chip
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # chips along each dimension of the torus
 
     @property
     def num_chips(self) -> int:
@@ -88,28 +72,19 @@ class Slice(NamedTuple):
 
     @property
     def hbm_bytes(self) -> float | int:
-        """The memory of all chips."""
         return self.num_chips * self.chip.hbm_bytes
 
 
 def find_slice(text: str) -> Slice:
-    """The slice of a flag such as "v5p:4x4x4".
-
-    Raises:
-      UserError: for one that cannot be rented.
-    """
+    """The slice of a flag such as "v5p:4x4x4"; UserError for one that cannot be rented."""
     name, _, shape = text.partition(":")
     if name not in CHIPS:
-        raise UserError(
-            f"--topology={text!r:.100}: the chip must be one of {', '.join(CHIPS)}, "
-            "as in v5p:4x4x4."
-        )
-    known = CHIPS[name].topologies
-    if shape not in known:
-        raise UserError(
-            f"--topology={text!r:.100}: {name} slices have the shapes {', '.join(known)}."
-        )
-    return Slice(CHIPS[name], tuple(int(size) for size in shape.split("x")))
+        known = f"the chip must be one of {', '.join(CHIPS)}, as in v5p:4x4x4"
+    elif shape not in CHIPS[name].topologies:
+        known = f"{name} slices have the shapes {', '.join(CHIPS[name].topologies)}"
+    else:
+        return Slice(CHIPS[name], tuple(int(size) for size in shape.split("x")))
+    raise UserError(f"--topology={text!r:.100}: {known}.")
 
 
 def smallest_that_holds(num_bytes: float | int) -> list[str]:

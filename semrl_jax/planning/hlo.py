@@ -53,24 +53,15 @@ _OF_ELEMENTS = {*COLLECTIVES, "reduce", "reduce-window", "sort", "scatter", "map
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One instruction that moves data between devices.
+    """One instruction that moves data between devices."""
 
-    Attributes:
-      kind: one of `COLLECTIVES`.
-      arrays: dtype and shape of its results on one device.
-      members: the devices of the first group, as positions in the mesh.
-      times: number of executions in one run of the program. Loops count as often as they run. Of
-        several branches, one counts.
-      op_name: the origin in the traced program.
-      is_async: whether other instructions may run between its start and its end.
-    """
-
-    kind: str
-    arrays: tuple[tuple[str, tuple[int, ...]], ...]
-    members: tuple[int, ...]
+    kind: str  # one of `COLLECTIVES`
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of its results on one device
+    members: tuple[int, ...]  # the devices of the first group, as positions in the mesh
+    # Executions in one run of the program, with those of loops. Of several branches, one counts.
     times: int
-    op_name: str
-    is_async: bool = False
+    op_name: str  # the origin in the traced program
+    is_async: bool = False  # whether other instructions may run between its start and its end
 
     @property
     def group(self) -> int:
@@ -98,17 +89,11 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What executed instructions of one kind need, other than collectives.
+    """What executed instructions of one kind need, other than collectives."""
 
-    Attributes:
-      flops: floating point operations of products.
-      hbm_bytes: read from and written to memory that is not on the chip.
-      times: executions in one run of the program.
-    """
-
-    flops: float | int
-    hbm_bytes: float | int
-    times: int
+    flops: float | int  # floating point operations of products
+    hbm_bytes: float | int  # read from and written to memory that is not on the chip
+    times: int  # executions in one run of the program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +152,8 @@ def read(text: str, passes: int | None = None) -> Program:
 
     Args:
       text: of a scheduled program of any backend.
-      passes: of the loops whose number of passes is not in the text.
-
-    Raises:
-      ValueError: for such a loop with a collective or a product, without `passes`.
+      passes: of the loops whose number of passes is not in the text. Without it, a collective or a
+        product in such a loop raises ValueError.
     """
     computations, entry = _computations(text)
     collectives, work = [], []
@@ -181,20 +164,14 @@ def read(text: str, passes: int | None = None) -> Program:
             if is_collective or flops:
                 raise ValueError(f"%{instruction.name} is in a loop of unknown length")
         elif is_collective:
-            members = _members(instruction.rest)
-            name = _OP_NAME.search(instruction.rest)
+            members, rest = _members(instruction.rest), instruction.rest
+            name = _OP_NAME.search(rest)
+            origin = name.group(1) if name else ""
+            is_async = instruction.opcode.endswith("-start") or "async_collective" in rest
             if len(members) > 1:
-                collectives.append(
-                    Collective(
-                        instruction.kind,
-                        _arrays(instruction),
-                        members,
-                        times,
-                        name.group(1) if name else "",
-                        instruction.opcode.endswith("-start")
-                        or "async_collective" in instruction.rest,
-                    )
-                )
+                arrays = _arrays(instruction)
+                found = Collective(instruction.kind, arrays, members, times, origin, is_async)
+                collectives.append(found)
         elif instruction.opcode not in _FREE and not instruction.opcode.endswith("-done"):
             moved = _hbm_bytes(instruction, instructions, computations)
             if flops or moved:
@@ -217,12 +194,9 @@ def by_kind_and_axis(
     found = []
     for (kind, axes), own in groups.items():
         sent = sum(one.sent_bytes for one in own)
+        sums = {"kind": kind, "axes": axes, "times": sum(one.times for one in own)}
         overlapped = sum(one.sent_bytes for one in own if one.is_async) / (sent or 1)
-        times = sum(one.times for one in own)
-        found.append(
-            {"kind": kind, "axes": axes, "times": times, "sent_bytes": sent,
-             "overlapped": overlapped}
-        )  # fmt: skip
+        found.append({**sums, "sent_bytes": sent, "overlapped": overlapped})
     return sorted(found, key=lambda sums: -sums["sent_bytes"])
 
 
@@ -260,8 +234,7 @@ def _executed(computations, name, times, passes) -> Iterator:
                     yield times, inside, _scattered(part, inside)
             continue
         if branches := _BRANCHES.search(instruction.rest):
-            # Take the branch with most instructions: for a block of attention, it is the branch
-            # that computes the block.
+            # The branch with most instructions: of a block of attention, the one that computes it.
             called = _OPERAND.findall(branches.group(1))
             called = [max(called, key=lambda name: _size(computations, name))]
         else:
@@ -291,10 +264,10 @@ def _trips(loop: _Instruction, computations, passes: int | None) -> float | int:
         return int(trips.group(1))
     condition = computations.get(loop.called("condition"), {})
     fused = [part.called("calls") for part in condition.values() if part.opcode == "fusion"]
+    parts = [part for body in (condition, *map(computations.get, fused)) for part in body.values()]
     limits = {
         part.number
-        for body in (condition, *(computations[name] for name in fused))
-        for part in body.values()
+        for part in parts
         if part.opcode == "constant" and part.shape.startswith(("s32[]", "u32[]"))
     }
     if len(limits) == 1:

@@ -27,15 +27,12 @@ KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # bet
 def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, models.DecoderConfig]:
     """Finds every mistake that needs no compiler.
 
-    Raises:
-      UserError: for an unknown topology, a wrong config, or a model larger than the slice.
+    Raises UserError for an unknown topology, a wrong config, or a model larger than the slice.
     """
     where = find_slice(topology)
     validate(config)
     if not config.model.path:
-        raise UserError(
-            "model.path is empty: a plan needs a model; set --config.model.path=Qwen/Qwen2.5-7B."
-        )
+        raise UserError("model.path is empty; set it, as --config.model.path=Qwen/Qwen2.5-7B.")
     algorithm = load_algorithm(config.algorithms.to_dict())
     if algorithm.needs.values or config.rewards.model.path:
         what = "critic" if algorithm.needs.values else "reward model"
@@ -55,8 +52,7 @@ def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, mode
         fitting = f"it fits into {' or '.join(holds)}" if holds else "no slice holds it"
         raise UserError(
             f"--topology={where.name} has {size_text(where.hbm_bytes)} of memory, and the state of "
-            f"{config.model.path} takes {size_text(needed)}; {fitting}, if its mesh splits "
-            "everything."
+            f"{config.model.path} takes {size_text(needed)}; {fitting}, if its mesh splits all."
         )
     return where, architecture
 
@@ -81,12 +77,7 @@ def make_plan(
     progress: Callable[[str], None],
     names: Sequence[str] = ("update", "pass", "decode"),
 ) -> dict[str, Any]:
-    """Compiles the programs and reads them.
-
-    Args:
-      config: checked by `check`.
-      progress: is told what is compiled.
-      names: of programs; those that the run does not have are left out.
+    """Compiles the programs that `names` and the run have, and reads them.
 
     Returns:
       One object of plain values, as `launch.plan --json` prints it. Bytes, operations and seconds
@@ -100,7 +91,7 @@ def make_plan(
     check_micro_batches("training", config.training, mesh)
     programs, training = Programs(config, architecture, where, mesh), config.training
     makers = {"update": programs.update}
-    if programs.passes.has_pass:
+    if programs.learner.plan.has_pass:
         makers["pass"] = programs.logprobs
     if is_embedded(config):
         makers["decode"] = programs.decode
@@ -146,17 +137,18 @@ def peak_bytes(programs: Mapping[str, Any], held: Mapping[str, int]) -> float | 
 
 def _read(compiled: Compiled, programs: Programs) -> dict[str, Any]:
     """What a program needs by the closed form, and what it executes and takes."""
-    rollout, mesh, adapters = programs.config.rollout, compiled.mesh, 0
+    config, mesh, adapters = programs.config, compiled.mesh, 0
+    rollout = config.rollout
     if compiled.name == "decode":
-        count = min(rollout.jax_max_batch, programs.config.training.responses_per_step)
+        count = min(rollout.jax_max_batch, config.training.responses_per_step)
         tokens = slots = count * compiled.passes
         runs = rollout.max_response_tokens / compiled.passes
     else:
         layout = programs.layout()
         tokens, slots = int(layout.shard_tokens.sum()), int((layout.slots >= 0).sum())
-        runs = programs.num_updates
-        if programs.lora is not None:
-            adapters = models.peft.num_parameters(programs.architecture, programs.lora)
+        runs = -(-config.data.prompts_per_step // config.training.prompts_per_minibatch)
+        if (lora := programs.learner.lora) is not None:
+            adapters = models.peft.num_parameters(programs.architecture, lora)
     needed = roofline.products(
         programs.architecture,
         num_tokens=tokens,
@@ -168,7 +160,7 @@ def _read(compiled: Compiled, programs: Programs) -> dict[str, Any]:
     flops = needed.forward
     if compiled.name == "update":
         flops = needed.training
-        if programs.passes.reference == UPDATE:
+        if programs.learner.plan.reference == UPDATE:
             flops += needed.forward - needed.adapters
     flops /= mesh.size
     found: dict[str, Any] = {

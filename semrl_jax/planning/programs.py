@@ -15,6 +15,7 @@ import importlib.util
 import math
 import os
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,32 +26,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from semrl_jax import models
-from semrl_jax.algorithms.algorithm import Algorithm, Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.models.of_config import lora_of
 from semrl_jax.planning.chips import Slice
 from semrl_jax.rollout.building import configured_mesh
-from semrl_jax.rollout.engines.decoding import (
-    decode_chunk,
-    empty_slots,
-    prompt_columns,
-    slot_specs,
-)
+from semrl_jax.rollout.engines.decoding import decode_chunk, empty_slots, prompt_columns, slot_specs
 from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.runs.setup import optimizer_of
-from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
+from semrl_jax.settings.rollout import rows_of_slots, weight_dtype
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import offload
-from semrl_jax.training.packing import Layout, lay_out, row_plan
-from semrl_jax.training.plan import PASS, UPDATE, PassPlan
-from semrl_jax.training.policy import PolicyLoss, SlotValues, row_logprobs
-from semrl_jax.training.state import (
-    POLICY,
-    Trained,
-    abstract_copied,
-    abstract_everywhere,
-    abstract_trained,
-)
-from semrl_jax.training.trainee import Frozen, update_rows
+from semrl_jax.training.learner import Learner
+from semrl_jax.training.packing import Layout, RowPlan, lay_out, row_plan
+from semrl_jax.training.plan import PASS, PassPlan
+from semrl_jax.training.policy import SlotValues, row_logprobs
+from semrl_jax.training.state import POLICY, abstract_copied, abstract_everywhere, laid_out
+from semrl_jax.training.trainee import update_rows
 from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
 
 # Where this pass fails, the program is compiled without it: libtpu 0.0.42 stops ("RET_CHECK failure
@@ -58,106 +50,74 @@ from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
 # micro-batches. A run needs the same option, in $LIBTPU_INIT_ARGS as --NAME=VALUE.
 FAILING_PASS = "while_loop_all_reduce_code_motion"
 WITHOUT_IT = {"xla_disable_hlo_passes": FAILING_PASS.replace("_", "-")}
+NUMBER = jax.ShapeDtypeStruct((), jnp.int32)  # an argument of a program
 ADDED = ("temporary", "output", "code")  # to the arguments
 INSTALL = "pip install -e '.[tpu]'"
 
 
 class Compiled(NamedTuple):
-    """One program of the run.
+    """One program of the run."""
 
-    Attributes:
-      name: "update", "pass" or "decode".
-      text: scheduled HLO; "" if it does not fit.
-      sizes: bytes on one device: each kind of argument, "temporary" for what exists only while it
-        runs, "output" for results that take no argument's place, "code", and "total". If it does
-        not fit, the total is what the compiler names.
-      passes: of its loop of unknown length: micro-batches, or tokens of a chunk.
-      mesh: the engine has its own.
-      options: of the compiler, if it needs any.
-    """
-
-    name: str
-    text: str
+    name: str  # "update", "pass" or "decode"
+    text: str  # scheduled HLO; "" if it does not fit
+    # Bytes on one device: each kind of argument, "temporary" for what exists only while it runs,
+    # "output" for results that take no argument's place, "code", and "total". If it does not fit,
+    # the total is what the compiler names.
     sizes: Mapping[str, float | int]
-    passes: int
-    mesh: Mesh
-    options: Mapping[str, str]
+    passes: int  # of its loop of unknown length: micro-batches, or tokens of a chunk
+    mesh: Mesh  # the engine has its own
+    options: Mapping[str, str]  # of the compiler, if it needs any
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What a config compiles, on the mesh of a slice.
-
-    Attributes:
-      config: checked; of the run.
-      architecture: of its model.
-      slice_: where it would run.
-      mesh: of the trainer.
-    """
+    """What a checked config compiles, on the mesh of a slice."""
 
     config: ml_collections.ConfigDict
     architecture: models.DecoderConfig
-    slice_: Slice
-    mesh: Mesh
+    slice_: Slice  # where it would run
+    mesh: Mesh  # of the trainer
 
     @property
     def policy(self) -> models.Policy:
-        model = self.config.model
+        model, mesh = self.config.model, self.mesh
         return models.Policy(
-            self.architecture,
-            model.compute_dtype,
-            model.remat,
-            self.mesh,
-            attention=model.attention,
+            self.architecture, model.compute_dtype, model.remat, mesh, attention=model.attention
         )
 
     @functools.cached_property
-    def lora(self) -> models.Lora | None:
-        """The adapters that are trained; None if all parameters are."""
-        return lora_of(self.config, self.architecture)
-
-    @property
-    def base(self) -> models.Base | None:
-        """The frozen parameters under the adapters, abstract."""
-        if self.lora is None:
-            return None
-        params = abstract_copied(self.policy.shapes(), self.config.lora.base_dtype, self.mesh)
-        return models.Base(params, abstract_everywhere(np.float32(1), self.mesh))
-
-    def trained(self) -> Trained:
-        """Abstract parameters that are trained, and their optimiser state."""
-        shapes = self.policy.shapes()
-        if self.lora is not None:
-            shapes = self.lora.shapes(shapes)
-        return abstract_trained(shapes, optimizer_of(self.config, "training"), self.mesh)
+    def learner(self) -> Learner:
+        """What trains in the run; its parameters are abstract."""
+        config, mesh, shapes, base = self.config, self.mesh, self.policy.shapes(), None
+        algorithm = load_algorithm(config.algorithms.to_dict())
+        lora = lora_of(config, self.architecture)
+        if lora is not None:
+            frozen = abstract_copied(shapes, config.lora.base_dtype, mesh)
+            base = models.Base(frozen, abstract_everywhere(np.float32(1), mesh))
+        return Learner(
+            config=config,
+            algorithm=algorithm,
+            plan=PassPlan.of(algorithm, config),
+            policy=self.policy,
+            mesh=mesh,
+            reference=abstract_copied(shapes, config.model.reference_dtype, mesh),
+            optimizer=optimizer_of(config, "training"),
+            pad_token_id=0,
+            peers=Peers(),
+            device_lock=threading.Lock(),
+            lora=lora,
+            base=base,
+        )
 
     def held(self) -> Mapping[str, int]:
         """Bytes of a device that no program takes as an argument, and that stay all the time."""
-        found = {}
+        found, learner = {}, self.learner
         is_away = "reference" in self.config.training.offload
-        if self.passes.reference == PASS and self.lora is None and not is_away:
-            found["reference"] = device_bytes(self._reference())
-        if count := num_earlier(self.config.rollout):
-            shapes, dtype = self.policy.shapes(), weight_dtype(self.config)
-            if self.lora is not None:
-                shapes, dtype = self.lora.shapes(shapes), "float32"
-            copy = abstract_copied(shapes, dtype, self.mesh)
-            found["earlier parameters"] = count * device_bytes(copy)
+        if learner.plan.reference == PASS and learner.lora is None and not is_away:
+            found["reference"] = device_bytes(learner.reference)
+        if earlier := learner.abstract_state().earlier:
+            found["earlier parameters"] = device_bytes(earlier)
         return found
-
-    @property
-    def algorithm(self) -> Algorithm:
-        return load_algorithm(self.config.algorithms.to_dict())
-
-    @functools.cached_property
-    def passes(self) -> PassPlan:
-        return PassPlan.of(self.algorithm, self.config)
-
-    @property
-    def num_updates(self) -> int:
-        """Optimiser steps of one training step."""
-        data, training = self.config.data, self.config.training
-        return -(-data.prompts_per_step // training.prompts_per_minibatch)
 
     def layout(self) -> Layout:
         """The rows of one mini-batch, if all prompts and responses have their greatest length."""
@@ -173,62 +133,45 @@ class Programs:
             response_mask=np.ones((count, response), bool),
             rollout_logprobs=np.zeros((count, response), np.float32),
         )
-        plan = row_plan(self.mesh, self.config.training)
-        return lay_out(batch, plan, self.policy.attention_columns)
+        return lay_out(batch, self._plan, self.policy.attention_columns)
+
+    @property
+    def _plan(self) -> RowPlan:
+        return row_plan(self.mesh, self.config.training)
 
     def update(self) -> Compiled:
         """`update_rows`, one optimiser step."""
-        layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
-        passes, optimizer = self.passes, optimizer_of(self.config, "training")
-        trained, base = self.trained(), self.base
-        rows = jax.tree.map(lambda leaf: _laid_out(leaf, sharding), layout.rows)
+        layout, sharding, learner = self.layout(), self._plan.sharding, self.learner
+        trained, (policy,) = learner.abstract_state().trained(POLICY), learner.trainees
+        rows = jax.tree.map(lambda leaf: laid_out(leaf, sharding), layout.rows)
         values = jax.ShapeDtypeStruct(layout.rows.sources.shape, jnp.float32, sharding=sharding)
-        old, ref, *_ = passes.given(Passes(values, values if passes.reference == PASS else None))
-        importance = passes.importance if passes.corrects == UPDATE else ()
-        given = SlotValues(
-            old_logprobs=old,
-            ref_logprobs=ref,
-            rollout_logprobs=values if importance else None,
-            advantages=values,
-            weights=values,
-        )
-        reference = None
-        if passes.reference == UPDATE and base is None:
-            reference = self._reference()
-        traced = update_rows.trace(
-            trained.params,
-            trained.optimizer,
-            (rows, given),
-            jax.ShapeDtypeStruct((), jnp.int32),
-            Frozen(base, reference),
-            loss=PolicyLoss(
-                self.policy, self.config.rollout.temperature, self.algorithm, importance
-            ),
-            optimizer=optimizer,
-            prefix=POLICY,
-        )
+        ref = values if learner.plan.reference == PASS else None
+        old, ref, *_ = learner.plan.given(Passes(values, ref))
+        given = SlotValues(old, ref, values if policy.loss.importance else None, values, values)
+        settings = {"loss": policy.loss, "optimizer": policy.optimizer, "prefix": policy.name}
+        traced = update_rows.trace(*trained, (rows, given), NUMBER, policy.frozen, **settings)
         arguments = {
             "parameters": trained.params,
             "optimiser": trained.optimizer,
-            "reference": reference,
-            "base": base,
+            "reference": policy.frozen.reference,
+            "base": policy.frozen.base,
             "batch": (rows, given),
         }
         return _compiled("update", traced, arguments, layout.num_micro, self.mesh)
 
     def logprobs(self) -> Compiled:
         """`row_logprobs`, the pass before the update, over one mini-batch."""
-        layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
-        trained, base = self.trained().params, self.base
+        layout, sharding = self.layout(), self._plan.sharding
+        trained, base = self.learner.abstract_state().params, self.learner.base
         params = trained
         if base is not None:
             shapes = jax.eval_shape(models.adapted, trained, base)
-            params = jax.tree.map(_laid_out, shapes, models.parameter_shardings(shapes, self.mesh))
-        rows = jax.tree.map(lambda leaf: _laid_out(leaf, sharding), layout.rows)
+            params = jax.tree.map(laid_out, shapes, models.parameter_shardings(shapes, self.mesh))
+        rows = jax.tree.map(lambda leaf: laid_out(leaf, sharding), layout.rows)
         traced = row_logprobs.trace(
             params,
             rows,
-            jax.ShapeDtypeStruct((), jnp.int32),
+            NUMBER,
             None,
             policy=self.policy,
             temperature=self.config.rollout.temperature,
@@ -244,9 +187,8 @@ class Programs:
         host = [chip for chip in chips if chip.process_index == chips[0].process_index]
         mesh = configured_mesh(config, self.architecture, host)
         policy = dataclasses.replace(self.policy, mesh=mesh)
-        rows, group = rows_of_slots(
-            rollout, config.training.responses_per_step, mesh.shape["replica"]
-        )
+        count = config.training.responses_per_step
+        rows, group = rows_of_slots(rollout, count, mesh.shape["replica"])
         sampling = SamplingParams(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -264,11 +206,8 @@ class Programs:
                 columns=rollout.max_response_tokens,
             )
         )
-        slots = jax.tree.map(
-            lambda leaf, spec: _laid_out(leaf, NamedSharding(mesh, spec)),
-            shapes,
-            slot_specs(shapes, mesh),
-        )
+        layouts = jax.tree.map(lambda spec: NamedSharding(mesh, spec), slot_specs(shapes, mesh))
+        slots = jax.tree.map(laid_out, shapes, layouts)
         params = self.engine_params(mesh)
         states = HiddenStateParams(
             layers=(-1,) if config.hidden_states.source == "rollout" else (),
@@ -277,8 +216,8 @@ class Programs:
         traced = decode_chunk.trace(
             params,
             slots,
-            jax.ShapeDtypeStruct((), jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.int32),
+            NUMBER,
+            NUMBER,
             values,
             jax.ShapeDtypeStruct((8,), jnp.int32),
             policy=policy,
@@ -288,9 +227,6 @@ class Programs:
         )
         arguments = {"engine weights": params, "cache": slots}
         return _compiled("decode", traced, arguments, rollout.jax_chunk_tokens, mesh)
-
-    def _reference(self) -> Any:
-        return abstract_copied(self.policy.shapes(), self.config.model.reference_dtype, self.mesh)
 
     def engine_params(self, mesh: Mesh) -> models.Params:
         """The policy as the engine holds it, abstract: single layers on the engine's mesh."""
@@ -302,10 +238,7 @@ class Programs:
 def check_compiler() -> None:
     """Raises UserError if the compiler for TPUs is not installed."""
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError(
-            "launch.plan needs the compiler for TPUs, libtpu, which runs without a TPU; "
-            f"install it with {INSTALL}."
-        )
+        raise UserError(f"launch.plan needs libtpu, which runs without a TPU: {INSTALL}.")
 
 
 def devices_of(where: Slice) -> list[Any]:
@@ -331,10 +264,6 @@ def device_bytes(tree: Any) -> int:
         for leaf in jax.tree.leaves(tree)
         if leaf.sharding.memory_kind != offload.KIND
     )
-
-
-def _laid_out(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _compiled(

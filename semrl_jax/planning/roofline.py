@@ -17,19 +17,12 @@ from semrl_jax.planning.hlo import Collective, Program
 
 
 class Products(NamedTuple):
-    """Floating point operations of one pass forward over all tokens, by where they are.
+    """Floating point operations of one pass forward over all tokens, by where they are."""
 
-    Attributes:
-      layers: the kernels of the layers, 2 per parameter and token.
-      head: the output matrix, for the tokens that get logits.
-      attention: scores and attended values of the pairs that a causal mask leaves.
-      adapters: of LoRA; 0 if all parameters are trained.
-    """
-
-    layers: float | int
-    head: float | int
-    attention: float | int
-    adapters: float | int = 0
+    layers: float | int  # the kernels of the layers, 2 per parameter and token
+    head: float | int  # the output matrix, for the tokens that get logits
+    attention: float | int  # scores and attended values of the pairs that a causal mask leaves
+    adapters: float | int = 0  # of LoRA; 0 if all parameters are trained
 
     @property
     def forward(self) -> float | int:
@@ -55,10 +48,7 @@ def products(
 ) -> Products:
     """The closed forms: what a model needs, however it is computed.
 
-    Args:
-      num_tokens: in sequences of `num_columns`.
-      num_slots: tokens that get logits.
-      num_adapters: parameters of adapters.
+    The tokens are in sequences of `num_columns`, and `num_slots` of them get logits.
     """
     heads = architecture.num_heads * architecture.head_dim
     return Products(
@@ -82,25 +72,13 @@ def active_parameters(architecture: DecoderConfig) -> int:
 
 
 class Times(NamedTuple):
-    """Seconds of one run of a program on a chip, each at its own limit.
+    """Seconds of one run of a program on a chip, each at its own limit."""
 
-    Attributes:
-      compute: all products at the peak rate.
-      hbm: all bytes outside the chip at the bandwidth.
-      chip: instruction by instruction the larger of both, because one waits for the other.
-      ici_async: collectives that other instructions may overlap.
-      ici_sync: collectives during which the chip waits.
-    """
-
-    compute: float | int
-    hbm: float | int
-    chip: float | int
-    ici_async: float | int
-    ici_sync: float | int
-
-    @property
-    def ici(self) -> float | int:
-        return self.ici_async + self.ici_sync
+    compute: float | int  # all products at the peak rate
+    hbm: float | int  # all bytes outside the chip at the bandwidth
+    chip: float | int  # each instruction the larger of both, because one waits for the other
+    ici_async: float | int  # collectives that other instructions may overlap
+    ici_sync: float | int  # collectives during which the chip waits
 
     @property
     def total(self) -> float | int:
@@ -110,17 +88,13 @@ class Times(NamedTuple):
     @property
     def bound(self) -> str:
         """What takes most of the time: "compute", "HBM" or "ICI"."""
-        if self.ici > self.chip:
+        if self.ici_async + self.ici_sync > self.chip:
             return "ICI"
         return "compute" if self.compute >= self.chip - self.compute else "HBM"
 
 
 def times(program: Program, where: Slice, places: Sequence[Sequence[int]]) -> Times:
-    """The roofline of a program.
-
-    Args:
-      places: coordinates in the torus of each device of the mesh, in the order of the mesh.
-    """
+    """The roofline of a program; `places` are coordinates in the torus of the mesh's devices."""
     chip = where.chip
     compute = hbm = together = 0.0
     for work in program.work:

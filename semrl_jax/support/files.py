@@ -107,6 +107,24 @@ def replacing(file: pathlib.Path, *, durable: bool = False) -> Iterator[BinaryIO
         raise
 
 
+@contextlib.contextmanager
+def replacing_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Makes the directory `<path>.writing`, and renames it to `path` if the block succeeds.
+
+    An existing directory, file or link at either name is replaced.
+    """
+    staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
+    for leftover in (staging, old):
+        remove(leftover)
+    staging.mkdir(parents=True)
+    yield staging
+    if os.path.lexists(path):
+        path.rename(old)
+    staging.rename(path)
+    with contextlib.suppress(OSError):  # the next call removes it
+        remove(old)
+
+
 def write_json(file: pathlib.Path, content: Any, *, durable: bool = False) -> None:
     """Writes a JSON file as `replacing` does."""
     with replacing(file, durable=durable) as out:

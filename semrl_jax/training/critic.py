@@ -32,9 +32,7 @@ def batch_values(
 ) -> Float[Array, "B T"]:
     """The value before each response token, float32 on every device; 0 at padding.
 
-    Args:
-      params: of `model`, on the mesh of the plan.
-      batch: NumPy arrays.
+    The parameters are on the mesh of the plan, and the batch has NumPy arrays.
     """
     layout = lay_out(batch, plan, model.decoder.attention_columns)
     found = row_values(params, plan.put(layout.rows), np.int32(layout.num_micro), model=model)
@@ -62,16 +60,15 @@ class CriticLoss:
 
     def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
         layout = lay_out(batch.rows, plan, self.model.decoder.attention_columns)
-        targets = ValueTargets(
-            *to_slots(
-                (batch.values, batch.returns),
-                batch.rows.response_mask,
-                plan.put(layout.tokens()),
-                algorithm=self.algorithm,
-                sharding=plan.sharding,
-            )
+        targets = to_slots(
+            (batch.values, batch.returns),
+            batch.rows.response_mask,
+            plan.put(layout.tokens()),
+            algorithm=self.algorithm,
+            sharding=plan.sharding,
         )
-        return Inputs((plan.put(layout.rows), targets), layout.num_micro)
+        arrays = plan.put(layout.rows), ValueTargets(*targets)
+        return Inputs(arrays, layout.num_micro)
 
     def __call__(
         self, params: Params, frozen: Frozen, micro: tuple[TokenRows, ValueTargets]

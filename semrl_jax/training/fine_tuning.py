@@ -47,8 +47,6 @@ def batch_order(
 
     Args:
       lengths: of the conversations, in tokens.
-      seed: not negative.
-      num_epochs: over the conversations.
       num_steps: above 0, replaces `num_epochs`.
       batch_size: conversations of a batch.
       batch_tokens: above 0, replaces `batch_size`: a batch takes conversations up to this number of
@@ -59,11 +57,9 @@ def batch_order(
     num_tokens = 0
     for epoch in itertools.count() if num_steps else range(num_epochs):
         for index in data.prompt_order(len(lengths), seed, epoch).tolist():
-            is_full = (
-                num_tokens + lengths[index] > batch_tokens
-                if batch_tokens
-                else len(batch) == batch_size
-            )
+            is_full = len(batch) == batch_size
+            if batch_tokens:
+                is_full = num_tokens + lengths[index] > batch_tokens
             if batch and is_full:
                 found.append(np.array(batch))
                 batch, num_tokens = [], 0
@@ -77,9 +73,7 @@ def batch_order(
 def conversation_batch(conversations: Sequence[data.Conversation], max_tokens: int) -> RolloutBatch:
     """Conversations as NumPy rows [first token | the rest]; `response_mask` is the loss mask.
 
-    Args:
-      conversations: each of 2 to `max_tokens` tokens.
-      max_tokens: limit of the columns, which are rounded up to one of a few numbers.
+    Each has 2 to `max_tokens` tokens. The number of columns is rounded up to one of a few.
     """
     longest = max(map(len, conversations))
     num_columns = bucket(longest - 1, max_tokens - 1)
@@ -93,36 +87,21 @@ def conversation_batch(conversations: Sequence[data.Conversation], max_tokens: i
     mask = data.pad_response_values(
         [conversation.loss_mask[1:] for conversation in conversations], num_columns, bool
     )
-    return RolloutBatch(
-        token_ids=rows.token_ids,
-        positions=rows.positions,
-        segment_ids=rows.segment_ids,
-        response_mask=mask,
-        rollout_logprobs=np.zeros(mask.shape, np.float32),
-    )
+    zeros = np.zeros(mask.shape, np.float32)
+    return RolloutBatch(**vars(rows), response_mask=mask, rollout_logprobs=zeros)
 
 
 @dataclasses.dataclass(frozen=True)
 class FineTuner:
-    """Updates and measures a policy on conversations.
+    """Updates and measures a policy on conversations."""
 
-    Attributes:
-      policy: on the mesh of the plan.
-      optimizer: from `make_optimizer`.
-      plan: how batches are laid out; no choice changes a number beyond rounding.
-      max_tokens: of a conversation.
-      max_skipped_updates: non-finite updates in a row that end the training.
-      peers: the processes that hold the policy; all call a method together.
-      base: with LoRA, what the parameters of a train state are adapters of.
-    """
-
-    policy: Policy
-    optimizer: Optimizer
-    plan: RowPlan
-    max_tokens: int
-    max_skipped_updates: int
-    peers: Peers
-    base: Base | None = None
+    policy: Policy  # on the mesh of the plan
+    optimizer: Optimizer  # from `make_optimizer`
+    plan: RowPlan  # how batches are laid out; no choice changes a number beyond rounding
+    max_tokens: int  # of a conversation
+    max_skipped_updates: int  # non-finite updates in a row that end the training
+    peers: Peers  # the processes that hold the policy; all call a method together
+    base: Base | None = None  # with LoRA, what the parameters of a train state are adapters of
 
     @functools.cached_property
     def trainee(self) -> Trainee:
@@ -135,14 +114,8 @@ class FineTuner:
         """One optimiser step on the mean loss over all tokens to learn of a batch.
 
         The parameters and optimiser state of `state` are donated. The result has the same `step`
-        and `position`.
-
-        Returns:
-          The state after the update, and scalars; `sft/loss` is that before the update, in nats per
-          token.
-
-        Raises:
-          NonFiniteUpdates: after `max_skipped_updates` non-finite updates in a row.
+        and `position`. Among the scalars `sft/loss` is that before the update, in nats per token.
+        Raises NonFiniteUpdates after `max_skipped_updates` non-finite updates in a row.
         """
         rows = conversation_batch(conversations, self.max_tokens)
         batch = MiniBatch(rows, advantages=np.ones(rows.response_mask.shape, np.float32))
@@ -164,8 +137,7 @@ class FineTuner:
 
         Args:
           params: of a train state.
-          conversations: in batches of `batch_size`.
-          batch_size: as above; it changes the result only by rounding.
+          batch_size: conversations at a time; it changes the result only by rounding.
           check: called before every batch; may raise, then in all processes.
         """
         params = adapted(params, self.base)

@@ -23,26 +23,16 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_earlier, weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.support.clock import Clock
+from semrl_jax.training import state as states
 from semrl_jax.training.critic import CriticLoss, batch_values
 from semrl_jax.training.offload import fetched
 from semrl_jax.training.optimizer import Optimizer, rounded
-from semrl_jax.training.packing import row_plan
+from semrl_jax.training.packing import RowPlan, row_plan
 from semrl_jax.training.plan import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.policy import PolicyLoss, TokenPass, batch_logprobs
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.state import (
-    POLICY,
-    TrainState,
-    abstract_copied,
-    abstract_everywhere,
-    abstract_state,
-    abstract_trained,
-    copied,
-    everywhere,
-    init_state,
-    init_trained,
-)
+from semrl_jax.training.state import POLICY, TrainState
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
 from semrl_jax.types import Rollout, RolloutBatch
 
@@ -113,7 +103,7 @@ class Learner:
         """
         if not num_earlier(self.config.rollout):
             return (state.params,)
-        return (*state.earlier, copied(state.params, self._kept_dtype))
+        return (*state.earlier, states.copied(state.params, self._kept_dtype))
 
     def whole(self, params: models.Params) -> models.Params:
         """All parameters of the policy, from those in a train state; no copy of the base."""
@@ -126,11 +116,12 @@ class Learner:
 
     def batch(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
         """The batch on the host, from where every pass lays its rows over the mesh."""
+        rollout = self.config.rollout
         return pad_batch(
             rollouts,
             pad_token_id=self.pad_token_id,
-            max_prompt_tokens=self.config.rollout.max_prompt_tokens,
-            max_response_tokens=self.config.rollout.max_response_tokens,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            max_response_tokens=rollout.max_response_tokens,
         )
 
     def judged(self, scored: Scored, batch: RolloutBatch, clock: Clock) -> Scored:
@@ -141,18 +132,9 @@ class Learner:
             return self.reward_model.judged(scored, batch)
 
     def passes(
-        self,
-        state: TrainState,
-        batch: RolloutBatch,
-        clock: Clock,
-        asked: PassNeeds = NOTHING,
+        self, state: TrainState, batch: RolloutBatch, clock: Clock, asked: PassNeeds = NOTHING
     ) -> ForwardPasses:
-        """The forward passes before the update that the plan or a probe needs.
-
-        Args:
-          state: before the update.
-          batch: from `batch`.
-        """
+        """The forward passes before the update of `state` that the plan or a probe needs."""
         plan, step = self.plan, int(state.step)
         needs = plan.needs(step, asked)
         old = reference = values = None
@@ -172,36 +154,27 @@ class Learner:
                 states = self.logprobs(fetched(self.reference), batch, with_states=True).states
         return ForwardPasses(old, reference, values, states)
 
+    @property
+    def _rows(self) -> RowPlan:
+        return row_plan(self.mesh, self.config.training)
+
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
+        settings = {"policy": self.policy, "temperature": self.config.rollout.temperature}
         with self.peers.phase("logprobs"), self.device_lock:
             # A replica in this process must not begin a program before this one has ended.
-            return jax.block_until_ready(
-                batch_logprobs(
-                    params,
-                    batch,
-                    policy=self.policy,
-                    temperature=self.config.rollout.temperature,
-                    plan=row_plan(self.mesh, self.config.training),
-                    **with_also,
-                )
-            )
+            found = batch_logprobs(params, batch, plan=self._rows, **settings, **with_also)
+            return jax.block_until_ready(found)
 
     def values(self, params: models.Params, batch: RolloutBatch) -> Float[Array, "B T"]:
         """The critic's values before the tokens of the responses."""
-        plan = row_plan(self.mesh, self.config.training)
         with self.peers.phase("values"), self.device_lock:
             whole = models.adapted(params, self.critic.base)
-            return jax.block_until_ready(
-                batch_values(whole, batch, model=self.critic.model, plan=plan)
-            )
+            found = batch_values(whole, batch, model=self.critic.model, plan=self._rows)
+            return jax.block_until_ready(found)
 
     def update(
-        self,
-        state: TrainState,
-        batch: RolloutBatch,
-        passes: ForwardPasses,
-        credit: Credit,
+        self, state: TrainState, batch: RolloutBatch, passes: ForwardPasses, credit: Credit
     ) -> tuple[TrainState, dict[str, float], Float[np.ndarray, "B T"] | None]:
         """One optimiser step of every trainee per mini-batch of prompts; scalars are means.
 
@@ -216,7 +189,6 @@ class Learner:
         """
         training = self.config.training
         size = training.prompts_per_minibatch * self.config.rollout.group_size
-        rows_of = row_plan(self.mesh, training)
         trainees = [each for each in self.trainees if int(state.step) >= each.first_step]
         rates = {
             f"{each.name}/learning_rate": each.learning_rate(state.trained(each.name))
@@ -226,19 +198,14 @@ class Learner:
             batch = batch._replace(response_mask=np.asarray(credit.response_mask))
         given = self.plan.given(passes.arrays())
         whole = MiniBatch(
-            rows=batch,
-            old_logprobs=given.old_logprobs,
-            ref_logprobs=given.ref_logprobs,
-            values=given.values,
-            advantages=credit.advantages,
-            returns=credit.returns,
+            batch, **given._asdict(), advantages=credit.advantages, returns=credit.returns
         )
         history = []
         for start in range(0, len(batch.token_ids), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], whole)  # noqa: B023
             with self.peers.phase("update"), self.device_lock:
                 state, scalars, outputs = update_all(
-                    trainees, state, minibatch, rows_of, training.max_skipped_updates
+                    trainees, state, minibatch, self._rows, training.max_skipped_updates
                 )
             history.append(scalars)
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
@@ -248,14 +215,14 @@ class Learner:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""
         shapes = self._trained_shapes(self.policy)
-        state = abstract_state(shapes, self.optimizer, self._first_baselines(), self.mesh)
+        state = states.abstract_state(shapes, self.optimizer, self._first_baselines(), self.mesh)
         for trainee in self.trainees[1:]:
             own = self._trained_shapes(trainee.loss.model)
-            trained = abstract_trained(own, trainee.optimizer, self.mesh)
+            trained = states.abstract_trained(own, trainee.optimizer, self.mesh)
             state = state.with_trained(trainee.name, trained)
-        weights = abstract_copied(shapes, self._kept_dtype, self.mesh)
+        weights = states.abstract_copied(shapes, self._kept_dtype, self.mesh)
         return state._replace(
-            algorithm=abstract_everywhere(self.algorithm.first_state(), self.mesh),
+            algorithm=states.abstract_everywhere(self.algorithm.first_state(), self.mesh),
             earlier=(weights,) * num_earlier(self.config.rollout),
         )
 
@@ -264,27 +231,23 @@ class Learner:
     ) -> TrainState:
         """The state before the first update.
 
-        Args:
-          params: float32, taken over; None: the reference's. With LoRA, adapters.
-          critic_params: float32, taken over; None: the policy's with a head of zeros, if the
-            algorithm has a critic. With LoRA, adapters and a head.
+        Float32 parameters are taken over; with LoRA, adapters and a critic's head. None: those of
+        the reference, and for a critic, if there is one, the policy's with a head of zeros.
         """
-        if params is None:
-            # An update donates its parameters.
+        if params is None:  # a copy: an update donates its parameters
             params = jax.tree.map(jnp.copy, fetched(self.reference))
-        state = init_state(params, self.optimizer, self._first_baselines(), self.mesh)
+        state = states.init_state(params, self.optimizer, self._first_baselines(), self.mesh)
         if self.critic is not None:
             if critic_params is None:
                 whole = rounded(jax.tree.map(jnp.copy, state.params), "float32")
                 critic_params = models.with_head(whole)
-            critic = init_trained(critic_params, self.critic.optimizer, self.mesh)
+            critic = states.init_trained(critic_params, self.critic.optimizer, self.mesh)
             state = state._replace(critic=critic)
         count, earlier = num_earlier(self.config.rollout), ()
         if count:
-            earlier = (copied(state.params, self._kept_dtype),) * count
-        return state._replace(
-            algorithm=everywhere(self.algorithm.first_state(), self.mesh), earlier=earlier
-        )
+            earlier = (states.copied(state.params, self._kept_dtype),) * count
+        first = states.everywhere(self.algorithm.first_state(), self.mesh)
+        return state._replace(algorithm=first, earlier=earlier)
 
     def _trained_shapes(self, model: models.Policy | models.ValueModel) -> models.Params:
         """Shapes of the parameters of a model that are in the train state."""

@@ -24,38 +24,25 @@ from semrl_jax.training.state import TrainState
 
 
 class StepResult(NamedTuple):
-    """What one step leaves.
+    """What one step leaves."""
 
-    Attributes:
-      step: the number of the row of the log. Its weights are those that were offered to the source.
-      state: after the update.
-      evaluation: of the weights before the update; None if none was due.
-      scored: the responses trained on; none in the last result, which is an evaluation alone.
-      scalars: of the sampling, the batch, the shaping and the update.
-      clock: of the step, still running.
-    """
-
-    step: int
-    state: TrainState
-    evaluation: Evaluation | None
-    scored: Scored
-    scalars: dict[str, float]
-    clock: Clock
+    step: int  # number of the row of the log; its weights are those that were offered to the source
+    state: TrainState  # after the update
+    evaluation: Evaluation | None  # of the weights before the update; None if none was due
+    scored: Scored  # trained on; none in the last result, which is an evaluation alone
+    scalars: dict[str, float]  # of the sampling, the batch, the shaping and the update
+    clock: Clock  # of the step, still running
 
 
 class Parts(NamedTuple):
-    """What makes the steps of a run, apart from their state.
-
-    Attributes:
-      check_stop: raises Preempted in all processes if one of them was asked to end.
-    """
+    """What makes the steps of a run, apart from their state."""
 
     config: ml_collections.ConfigDict
     source: Source
     evaluator: Evaluator
     learner: Learner
     probes: Probes
-    check_stop: Callable[[], None]
+    check_stop: Callable[[], None]  # raises Preempted in all processes if one was asked to end
 
 
 def run_steps(
@@ -83,11 +70,13 @@ def run_steps(
         scored = learner.judged(scored, batch, clock)
         rewards = group_rewards(scored, config, step)
         passes = learner.passes(state, batch, clock, probes.needs(step))
-        seen = Seen.of(step, scored, batch, passes.old, passes.reference_states)
+        arrays = passes.arrays()
+        passed = passes.old, passes.reference_states, arrays.old_logprobs, batch.response_mask
+        seen = Seen(step, scored, batch, *passed)
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
-            given = rewards, seen.scored.metrics, passes.arrays(), credited_tokens(batch, scored)
+            given = rewards, seen.scored.metrics, arrays, credited_tokens(batch, scored)
             credit = assign_credit(rules, *given, state.memory)
             credited = floats(credit.scalars)
         check_stop()  # the last moment at which the state before this step still exists

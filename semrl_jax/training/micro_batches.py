@@ -50,19 +50,14 @@ def summed_gradients(
 ) -> tuple[Sums, Any]:
     """Gradient and scalars summed over a part of the first `num_micro` micro-batches.
 
-    Args:
-      loss_of: loss of one micro-batch of `inputs`; scalars; and a tree of arrays [...] to return.
-      inputs: tree of [M, ...].
-
-    Returns:
-      The sums, and the trees of `loss_of` as [M, ...], 0 in the other micro-batches.
+    Of one micro-batch of the `inputs` [M, ...], `loss_of` gives its loss, scalars and a tree of
+    arrays [...]. The trees come back as [M, ...], 0 in the other micro-batches.
     """
 
     def accumulate(index, carry):
         sums, outputs = carry
-        (_, (scalars, own)), gradient = jax.value_and_grad(loss_of, has_aux=True)(
-            params, take(inputs, index)
-        )
+        with_gradient = jax.value_and_grad(loss_of, has_aux=True)
+        (_, (scalars, own)), gradient = with_gradient(params, take(inputs, index))
         return jax.tree.map(jnp.add, sums, (gradient, scalars)), put(outputs, own, index)
 
     _, (scalars, _) = jax.eval_shape(loss_of, params, take(inputs, 0))
@@ -76,9 +71,8 @@ def summed_gradients(
 
 def take(tree: Any, index: int | Int[Array, ""]) -> Any:
     """Micro-batch `index` of leaves [M, ...]."""
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree
-    )
+    at = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+    return jax.tree.map(at, tree)
 
 
 def put(tree: Any, parts: Any, index: int | Int[Array, ""]) -> Any:

@@ -45,34 +45,23 @@ class Direction:
 
 
 class WithMasters(NamedTuple):
-    """The state of an optimiser whose parameters are rounded.
+    """The state of an optimiser whose parameters are rounded."""
 
-    Attributes:
-      masters: float32, what the parameters would be without the rounding.
-      inner: Optax state of the masters.
-    """
-
-    masters: Params
-    inner: Any
+    masters: Params  # float32, what the parameters would be without the rounding
+    inner: Any  # Optax state of the masters
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An `optax.GradientTransformation`, and what becomes of the parameters and of the state.
+    """An `optax.GradientTransformation`, and what becomes of the parameters and of the state."""
 
-    Attributes:
-      init: state of float32 parameters; see `init_trained`.
-      update: changes of float32 parameters.
-      rate: the learning rate of the update after a number of others.
-      param_dtype: of the parameters. Unless it is float32, the state holds float32 masters, from
-        which the parameters are rounded after each step.
-      is_offloaded: whether the arrays of the state are in the memory of the host between steps.
-    """
-
-    init: Callable[[Params], Any]
-    update: Callable[..., tuple[Params, Any]]
-    rate: optax.Schedule = ALWAYS_1
+    init: Callable[[Params], Any]  # state of float32 parameters; see `init_trained`
+    update: Callable[..., tuple[Params, Any]]  # changes of float32 parameters
+    rate: optax.Schedule = ALWAYS_1  # learning rate of the update after a number of others
+    # Unless it is float32, the state holds float32 masters, from which the parameters are rounded
+    # after each step.
     param_dtype: str = "float32"
+    # Whether the arrays of the state are in the memory of the host between steps.
     is_offloaded: bool = False
 
     def step(self, gradient: Params, state: Any, params: Params) -> tuple[Params, Any]:
@@ -169,42 +158,30 @@ def make_optimizer(
     **settings: Any,
 ) -> Optimizer:
     """`clipped` with its settings, at the rate of `schedule` with the others."""
-    rate = schedule(
-        kind,
-        learning_rate=learning_rate,
-        warmup_steps=learning_rate_warmup_steps,
-        num_steps=num_steps,
-        final_fraction=final_fraction,
-    )
-    return clipped(rate, **settings)
+    ends = {"num_steps": num_steps, "final_fraction": final_fraction}
+    warmup = {"learning_rate": learning_rate, "warmup_steps": learning_rate_warmup_steps}
+    return clipped(schedule(kind, **warmup, **ends), **settings)
 
 
 def num_optimizer_updates(optimizer_state: Any) -> int:
     """Updates made so far; those skipped as non-finite are none."""
-    (count,) = (
-        node.count
-        for node in jax.tree.leaves(optimizer_state, is_leaf=_is_schedule)
-        if _is_schedule(node)
-    )
-    return int(count)
 
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
 
-def _is_schedule(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByScheduleState)
+    nodes = jax.tree.leaves(optimizer_state, is_leaf=is_schedule)
+    (schedule_state,) = filter(is_schedule, nodes)
+    return int(schedule_state.count)
 
 
 def load_direction(config: ml_collections.ConfigDict, name: str) -> Direction:
     """Loads the direction that a config names.
 
-    Args:
-      config: `optimizer.name` is a module of `semrl_jax.training.optimizers` ("adamw") or of any
-        other package ("my_package.my_module"). The other fields of the section are options. An
-        option that the module does not have is ignored if it has its default.
-      name: of the section of the trained model: "training", "critic" or "sft".
-
-    Raises:
-      UserError: if there is no such module, if a part of it is missing, or for an option that the
-        module does not have or refuses.
+    `optimizer.name` is a module of `semrl_jax.training.optimizers` ("adamw") or of any package
+    ("my_package.my_module"). The other fields of the section are options, and OWN of the section
+    `name` of the trained model. An option that the module does not have is ignored if it has its
+    default. Raises UserError if there is no such module, if a part of it is missing, or for an
+    option that the module does not have or refuses.
     """
     field, chosen = "optimizer.name", config.optimizer.name
     module = load_module(field, chosen, "semrl_jax.training.optimizers", PARTS)
@@ -218,9 +195,8 @@ def load_direction(config: ml_collections.ConfigDict, name: str) -> Direction:
         if option in fields:
             options[option], paths[option] = value, path
         elif value != defaults.get(path):
-            way_out = (
-                f"set it to its default, {defaults[path]!r}" if path in defaults else "remove it"
-            )
+            is_known = path in defaults
+            way_out = f"set it to its default, {defaults[path]!r}" if is_known else "remove it"
             raise UserError(
                 f"{path}={value!r} is no option of optimizer.name={chosen!r}, which has "
                 f"{', '.join(sorted(fields))}; {way_out}."
@@ -241,12 +217,12 @@ def load_direction(config: ml_collections.ConfigDict, name: str) -> Direction:
 
 def _paths(config: ml_collections.ConfigDict, name: str) -> dict[str, Any]:
     """Options by their full names."""
-    place, own = "optimizer", config[name]
-    section = config[place]
-    shared = {key: value for key, value in section.items() if key not in ("name", "options")}
+    section, own = dict(config.optimizer), config[name]
+    del section["name"]
+    options = dict(section.pop("options"))
     return {
-        **{f"{place}.{key}": value for key, value in shared.items()},
-        **{f"{place}.options.{key}": value for key, value in section.options.items()},
+        **{f"optimizer.{key}": value for key, value in section.items()},
+        **{f"optimizer.options.{key}": value for key, value in options.items()},
         **{f"{name}.{key}": own[key] for key in OWN},
     }
 

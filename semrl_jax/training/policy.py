@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Algorithm
+from semrl_jax.algorithms.credit import Options
 from semrl_jax.models import Params, Policy, ValueModel, adapted, replicated
 from semrl_jax.models.hosts import own_rows
 from semrl_jax.support.programs import Part, compiled_once, parts_of, side_by_side, total
@@ -28,22 +29,18 @@ from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values,
 from semrl_jax.training.trainee import Frozen, Inputs, MiniBatch
 from semrl_jax.types import RolloutBatch
 
-Options = tuple[tuple[str, Any], ...]  # static arguments of a program
-
 
 class TokenPass(NamedTuple):
     """What a forward pass computes of B responses; 0 at padding.
 
-    Attributes:
-      logprobs: of each token, float32 nats, on every device of the mesh.
-      entropies: of the distribution each token was drawn from, float32 nats, on every device; None
-        unless asked for.
-      states: [T, D] of responses, without padding, in the compute dtype, in NumPy, by their index:
-        of those that lie in a data shard of this process; None unless asked for.
+    Entropies and states are None unless asked for.
     """
 
-    logprobs: Float[Array, "B T"]
+    logprobs: Float[Array, "B T"]  # of each token, float32 nats, on every device of the mesh
+    # The entropy of the distribution each token was drawn from, float32 nats, on every device.
     entropies: Float[Array, "B T"] | None
+    # [T, D] of responses, without padding, in the compute dtype, in NumPy, by their index: of those
+    # that lie in a data shard of this process.
     states: Mapping[int, Float[np.ndarray, "_ D"]] | None
 
 
@@ -53,9 +50,9 @@ class RowPass(NamedTuple):
     M micro-batches, R rows per micro-batch, U slots per row.
     """
 
-    logprobs: Float[Array, "M R U"]
-    entropies: Float[Array, "M R U"] | None
-    states: Float[Array, "M R U D"] | None
+    logprobs: Float[Array, "*M R U"]
+    entropies: Float[Array, "*M R U"] | None
+    states: Float[Array, "*M R U D"] | None
 
 
 class SlotValues(NamedTuple):
@@ -84,9 +81,7 @@ def batch_logprobs(
 ) -> TokenPass:
     """Log-probabilities of all responses under `params`; states and entropies if asked for.
 
-    Args:
-      params: of `policy`, on the mesh of the plan.
-      batch: NumPy arrays.
+    The parameters are on the mesh of the plan, and the batch has NumPy arrays.
     """
     layout = lay_out(batch, plan, policy.attention_columns)
     program = functools.partial(
@@ -130,6 +125,13 @@ def response_states(
     return model.states_at(states, rows.sources)
 
 
+def _response_pass(params: Params, rows: TokenRows, policy: Policy, temperature: float) -> RowPass:
+    """All values of one micro-batch."""
+    states = response_states(params, rows, policy)
+    found = policy.token_logprobs(params, states, rows.response_ids, temperature=temperature)
+    return RowPass(*found, states)
+
+
 @compiled_once
 @functools.partial(
     jax.jit, static_argnames=("policy", "temperature", "with_states", "with_entropies")
@@ -148,13 +150,9 @@ def row_logprobs(
     """`batch_logprobs` of a part of the first `num_micro` micro-batches; 0 in the others."""
 
     def of_micro_batch(micro: TokenRows) -> RowPass:
-        states = response_states(params, micro, policy)
-        logprobs, entropies = policy.token_logprobs(
-            params, states, micro.response_ids, temperature=temperature
-        )
-        return RowPass(
-            logprobs, entropies if with_entropies else None, states if with_states else None
-        )
+        logprobs, entropies, states = _response_pass(params, micro, policy, temperature)
+        also = entropies if with_entropies else None, states if with_states else None
+        return RowPass(logprobs, *also)
 
     return over_micro_batches(of_micro_batch, rows, num_micro, part)
 
@@ -166,49 +164,43 @@ class PolicyLoss:
     Log-probabilities that the algorithm needs and the mini-batch lacks come from the update's own
     forward pass. The old ones are the same in the first optimiser step on a batch, which saves a
     pass.
-
-    Attributes:
-      model: the policy.
-      importance: options of `importance_weights`, of a level by token, to multiply the advantages
-        by these weights here, from this step's own forward pass. Empty: they are what they are.
     """
 
     model: Policy
     temperature: float
     algorithm: Algorithm
+    # Options of `importance_weights`, of a level by token, to multiply the advantages by these
+    # weights here, from this step's own forward pass. Empty: they are what they are.
     importance: Options = ()
 
     def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
         rows = batch.rows
         layout = lay_out(rows, plan, self.model.attention_columns)
-        values = SlotValues(
-            *to_slots(
-                (
-                    batch.old_logprobs,
-                    batch.ref_logprobs,
-                    rows.rollout_logprobs if self.importance else None,
-                    batch.advantages,
-                ),
-                rows.response_mask,
-                plan.put(layout.tokens()),
-                algorithm=self.algorithm,
-                sharding=plan.sharding,
-            )
+        rollout_logprobs = rows.rollout_logprobs if self.importance else None
+        values = to_slots(
+            (batch.old_logprobs, batch.ref_logprobs, rollout_logprobs, batch.advantages),
+            rows.response_mask,
+            plan.put(layout.tokens()),
+            algorithm=self.algorithm,
+            sharding=plan.sharding,
         )
-        arrays = plan.put(layout.rows), values
+        arrays = plan.put(layout.rows), SlotValues(*values)
         return Inputs(arrays, layout.num_micro, layout.scalars(), layout.slots)
 
     def __call__(
         self, params: Params, frozen: Frozen, micro: tuple[TokenRows, SlotValues]
     ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, "R U"]]]:
         needs, (rows, values) = self.algorithm.needs, micro
-        logprobs, entropy = self._tokens(adapted(params, frozen.base), rows)
+        of_responses = functools.partial(
+            _response_pass, rows=rows, policy=self.model, temperature=self.temperature
+        )
+        logprobs, entropy, _ = of_responses(adapted(params, frozen.base))
         before = jax.lax.stop_gradient(logprobs)
         if needs.old_logprobs and values.old_logprobs is None:
             values = values._replace(old_logprobs=before)
         if needs.reference and values.ref_logprobs is None:
             reference = frozen.reference if frozen.base is None else frozen.base.params
-            values = values._replace(ref_logprobs=self._tokens(reference, rows)[0])
+            values = values._replace(ref_logprobs=of_responses(reference).logprobs)
         given = values._asdict()
         rollout_logprobs = given.pop("rollout_logprobs")
         if self.importance:  # padding has advantage 0, so its weight has no effect
@@ -220,10 +212,3 @@ class PolicyLoss:
         ids = {"sequence_ids": rows.sequence_ids} if needs.sequence_ids else {}
         loss, scalars = self.algorithm.loss(logprobs, entropy, **given, **ids)
         return loss, (scalars, before)
-
-    def _tokens(self, params, rows):
-        """Log-probabilities and entropies of the responses of a micro-batch."""
-        states = response_states(params, rows, self.model)
-        return self.model.token_logprobs(
-            params, states, rows.response_ids, temperature=self.temperature
-        )

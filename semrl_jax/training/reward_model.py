@@ -16,12 +16,7 @@ from semrl_jax.models import Params, Policy, ValueModel, replicated
 from semrl_jax.models.of_config import ModelFiles, find_value_model, value_params
 from semrl_jax.rewards.verdict import with_model_score
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.settings.rewards import (
-    MAX_SCORE,
-    RewardFunction,
-    reward_functions,
-    split_functions,
-)
+from semrl_jax.settings.rewards import MAX_SCORE, RewardFunction, reward_functions, split_functions
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.critic import row_values
 from semrl_jax.training.packing import RowPlan, lay_out, row_plan, to_batch
@@ -36,43 +31,30 @@ def find_reward_model(
     tokenizer: Any,
     mesh: Mesh,
 ) -> ModelFiles | None:
-    """The model of a path; None if it is empty.
+    """The model of a path; None if it is empty. The arguments are those of `find_value_model`.
 
-    Args:
-      field: of the config that has the path, for error messages.
-      config, policy, tokenizer, mesh: as `find_value_model`.
-
-    Raises:
-      UserError: as `find_value_model`, or if it is no classifier.
+    Raises UserError as `find_value_model`, or if it is no classifier.
     """
     if not path:
         return None
     found = find_value_model(field, path, config, policy, tokenizer, mesh)
     if not found.has_head:
-        raise UserError(
-            f"{field}={path!r} has no score.weight; name a sequence classifier with one "
-            "label, such as transformers saves for AutoModelForSequenceClassification."
-        )
+        classifier = "sequence classifier with one label (AutoModelForSequenceClassification)"
+        raise UserError(f"{field}={path!r} has no score.weight; name a {classifier}.")
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel:
-    """A loaded reward model on the mesh of the trainer.
-
-    Attributes:
-      function: its entry of `rewards.functions`.
-      joins_verifiers: whether the scores of verifiers count too.
-      device_lock: shared with an embedded replica.
-    """
+    """A loaded reward model on the mesh of the trainer."""
 
     model: ValueModel
     params: Params
     plan: RowPlan
-    function: RewardFunction
-    joins_verifiers: bool
+    function: RewardFunction  # its entry of `rewards.functions`
+    joins_verifiers: bool  # whether the scores of verifiers count too
     peers: Peers
-    device_lock: threading.Lock
+    device_lock: threading.Lock  # shared with an embedded replica
 
     @classmethod
     def load(
@@ -81,20 +63,13 @@ class RewardModel:
         """Reads the weights onto the mesh; `shared` are peers and device_lock."""
         params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
         verifiers, function = split_functions(reward_functions(config.rewards.functions))
-        return cls(
-            model=files.model,
-            params=params,
-            plan=row_plan(mesh, config.training),
-            function=function,
-            joins_verifiers=bool(verifiers),
-            **shared,
-        )
+        plan = row_plan(mesh, config.training)
+        return cls(files.model, params, plan, function, bool(verifiers), **shared)
 
     def judged(self, scored: Scored, batch: RolloutBatch) -> Scored:
         """The responses with the model's scores in their verdicts.
 
-        Raises:
-          RuntimeError: if a score is not finite, or beyond the bound of rewards.
+        Raises RuntimeError if a score is not finite, or beyond the bound of rewards.
         """
         with self.peers.phase("reward_model"), self.device_lock:
             scores = batch_scores(self.params, batch, model=self.model, plan=self.plan)
@@ -106,17 +81,12 @@ class RewardModel:
                 f"{scores[index]}, but must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}; if "
                 "model.compute_dtype is bfloat16, try float32."
             )
-        return scored.with_items(
-            [
-                dataclasses.replace(
-                    item,
-                    verdict=with_model_score(
-                        item.verdict, self.function, float(score), joins=self.joins_verifiers
-                    ),
-                )
-                for item, score in zip(scored, scores, strict=True)
-            ]
-        )
+        settings = {"function": self.function, "joins": self.joins_verifiers}
+        items = []
+        for item, score in zip(scored, scores, strict=True):
+            verdict = with_model_score(item.verdict, score=float(score), **settings)
+            items.append(dataclasses.replace(item, verdict=verdict))
+        return scored.with_items(items)
 
 
 def batch_scores(
@@ -124,12 +94,11 @@ def batch_scores(
 ) -> Float[np.ndarray, " B"]:
     """The model's value at the last token of each response, as transformers' classifiers pool.
 
+    Returns float32 scores, the same in every process.
+
     Args:
       params: of `model`, on the mesh of the plan.
       batch: NumPy arrays; each response has a token.
-
-    Returns:
-      Float32 scores, the same in every process.
     """
     # One slot per sequence. Its source is the state before the token, and the score is of the
     # token's own state.

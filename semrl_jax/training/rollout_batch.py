@@ -30,25 +30,20 @@ def pad_batch(
     """Rows [prompt, left-padded | response, right-padded] of NumPy arrays, in the given order."""
     prompts = [rollout.prompt_ids for rollout in rollouts]
     responses = [rollout.response_ids for rollout in rollouts]
-    prompt_length = bucket(max(map(len, prompts)), max_prompt_tokens)
     response_length = bucket(max(map(len, responses)), max_response_tokens)
     rows = data.pad_rows(
         prompts,
         responses,
-        prompt_length=prompt_length,
+        prompt_length=bucket(max(map(len, prompts)), max_prompt_tokens),
         response_length=response_length,
         pad_id=pad_token_id,
     )
+    masks = [rollout.response_mask for rollout in rollouts]
+    logprobs = [rollout.rollout_logprobs for rollout in rollouts]
     return RolloutBatch(
-        token_ids=rows.token_ids,
-        positions=rows.positions,
-        segment_ids=rows.segment_ids,
-        response_mask=data.pad_response_values(
-            [rollout.response_mask for rollout in rollouts], response_length, bool
-        ),
-        rollout_logprobs=data.pad_response_values(
-            [rollout.rollout_logprobs for rollout in rollouts], response_length
-        ),
+        **vars(rows),
+        response_mask=data.pad_response_values(masks, response_length, bool),
+        rollout_logprobs=data.pad_response_values(logprobs, response_length),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,42 +31,27 @@ class DataPosition(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """A model that is being trained.
+    """A model that is being trained."""
 
-    Attributes:
-      params: float32, or the dtype of `Optimizer.param_dtype`.
-      optimizer: Optax state, or `WithMasters`.
-    """
-
-    params: Params
-    optimizer: Any
+    params: Params  # float32, or the dtype of `Optimizer.param_dtype`
+    optimizer: Any  # Optax state, or `WithMasters`
 
 
 class TrainState(NamedTuple):
-    """Everything a resumed run needs; a pytree that checkpoints see by name.
+    """Everything a resumed run needs; a pytree that checkpoints see by name."""
 
-    Attributes:
-      params: of the policy; as `Trained.params`.
-      optimizer: as `Trained.optimizer`.
-      shaping: the baselines of the indicators.
-      step: int32, updates of the loop done so far.
-      skipped_in_row: int32, updates skipped since the last good one.
-      position: after the last consumed batch of prompts.
-      critic: None if the algorithm has none.
-      algorithm: what the algorithm keeps from step to step; {} if nothing.
-      earlier: parameters of the steps before, oldest first, in the dtype of weight sync; how many
-        says `settings.rollout.num_earlier`. Batches that were sampled with them and not trained on
-        are sampled again after a resume. Before step 0 those of step 0 take their place.
-    """
-
-    params: Params
-    optimizer: Any
-    shaping: ShapingState
-    step: Int[Array, ""]
-    skipped_in_row: Int[Array, ""]
-    position: DataPosition
-    critic: Trained | None = None
-    algorithm: State = {}  # noqa: RUF012 - never changed
+    params: Params  # of the policy; as `Trained.params`
+    optimizer: Any  # as `Trained.optimizer`
+    shaping: ShapingState  # the baselines of the indicators
+    step: Int[Array, ""]  # int32, updates of the loop done so far
+    skipped_in_row: Int[Array, ""]  # int32, updates skipped since the last good one
+    position: DataPosition  # after the last consumed batch of prompts
+    critic: Trained | None = None  # None if the algorithm has none
+    # What the algorithm keeps from step to step; {} if nothing. It is never changed.
+    algorithm: State = {}  # noqa: RUF012
+    # Parameters of the steps before, oldest first, in the dtype of weight sync; how many says
+    # `settings.rollout.num_earlier`. Batches that were sampled with them and not trained on are
+    # sampled again after a resume. Before step 0 those of step 0 take their place.
     earlier: tuple[Params, ...] = ()
 
     @property
@@ -85,69 +71,43 @@ class TrainState(NamedTuple):
         self, memory: Memory, position: tuple[int, int], earlier: tuple[Params, ...]
     ) -> TrainState:
         """The state before the next step, from the state after the update of this step."""
-        return self._replace(
-            **memory._asdict(),
-            position=DataPosition(*position),
-            step=self.step + 1,
-            earlier=earlier,
-        )
+        position = DataPosition(*position)
+        fields = {**memory._asdict(), "position": position, "earlier": earlier}
+        return self._replace(step=self.step + 1, **fields)
 
 
 def init_state(
-    params: Params,
-    optimizer: Optimizer,
-    shaping: ShapingState,
-    mesh: Mesh,
+    params: Params, optimizer: Optimizer, shaping: ShapingState, mesh: Mesh
 ) -> TrainState:
     """State before the first update, laid out over the mesh; takes `params` over."""
-    policy = init_trained(params, optimizer, mesh)
-    return TrainState(
-        params=policy.params,
-        optimizer=policy.optimizer,
-        shaping=everywhere(shaping, mesh),
-        step=everywhere(np.int32(0), mesh),
-        skipped_in_row=everywhere(np.int32(0), mesh),
-        position=DataPosition(0, 0),
-    )
+    return _first(init_trained(params, optimizer, mesh), shaping, mesh, everywhere)
 
 
 def abstract_state(
-    params: Params,
-    optimizer: Optimizer,
-    shaping: ShapingState,
-    mesh: Mesh,
+    params: Params, optimizer: Optimizer, shaping: ShapingState, mesh: Mesh
 ) -> TrainState:
     """Shapes, dtypes and shardings of a state: what a checkpoint is restored into.
 
     `params` may be arrays or `Policy.shapes()`; nothing is computed.
     """
-    policy = abstract_trained(params, optimizer, mesh)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    return TrainState(
-        params=policy.params,
-        optimizer=policy.optimizer,
-        shaping=abstract_everywhere(shaping, mesh),
-        step=scalar,
-        skipped_in_row=scalar,
-        position=DataPosition(0, 0),
-    )
+    return _first(abstract_trained(params, optimizer, mesh), shaping, mesh, abstract_everywhere)
+
+
+def _first(policy: Trained, shaping: ShapingState, mesh: Mesh, put: Callable) -> TrainState:
+    counts = (put(np.int32(0), mesh) for _ in ("step", "skipped_in_row"))
+    return TrainState(*policy, put(shaping, mesh), *counts, DataPosition(0, 0))
 
 
 def init_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Trained:
-    """A model before its first update, laid out over the mesh.
-
-    Args:
-      params: float32, taken over.
-    """
+    """A model before its first update, laid out over the mesh; takes float32 `params` over."""
 
     def placed(leaf, sharding):
         in_numpy = isinstance(leaf, np.ndarray)
         return from_host(leaf, sharding) if in_numpy else jax.device_put(leaf, sharding)
 
     params = jax.tree.map(placed, params, parameter_shardings(params, mesh))
-    layout = jax.tree.map(
-        lambda leaf: leaf.sharding, abstract_trained(params, optimizer, mesh).optimizer
-    )
+    like = abstract_trained(params, optimizer, mesh).optimizer
+    layout = jax.tree.map(lambda leaf: leaf.sharding, like)
     state = jax.jit(optimizer.first_state, out_shardings=layout)(params)
     return Trained(rounded(params, optimizer.param_dtype), state)
 
@@ -155,8 +115,7 @@ def init_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Trained:
 def abstract_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Trained:
     """Shapes, dtypes and shardings of a model and its optimiser state.
 
-    Args:
-      params: float32 arrays, or their shapes.
+    `params` are float32 arrays, or their shapes.
     """
     shardings = parameter_shardings(params, mesh)
     shapes = jax.eval_shape(optimizer.first_state, params)
@@ -174,15 +133,11 @@ def abstract_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Traine
         state_shardings = jax.tree.map(
             lambda leaf, sharding: on_host(leaf.shape, sharding), shapes, state_shardings
         )
+    dtype = optimizer.param_dtype
+    shapes_of_params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
     return Trained(
-        jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, optimizer.param_dtype, sharding=sharding
-            ),
-            params,
-            shardings,
-        ),
-        jax.tree.map(_laid_out, shapes, state_shardings),
+        jax.tree.map(laid_out, shapes_of_params, shardings),
+        jax.tree.map(laid_out, shapes, state_shardings),
     )
 
 
@@ -209,7 +164,7 @@ def copied(params: Params, dtype: str) -> Params:
 def abstract_copied(params: Params, dtype: str, mesh: Mesh) -> Params:
     """Shapes, dtypes and shardings of `copied`."""
     shapes = jax.eval_shape(functools.partial(copied, dtype=dtype), params)
-    return jax.tree.map(_laid_out, shapes, parameter_shardings(params, mesh))
+    return jax.tree.map(laid_out, shapes, parameter_shardings(params, mesh))
 
 
 def everywhere(tree: Any, mesh: Mesh) -> Any:
@@ -219,8 +174,9 @@ def everywhere(tree: Any, mesh: Mesh) -> Any:
 
 def abstract_everywhere(tree: Any, mesh: Mesh) -> Any:
     """Shapes, dtypes and shardings of `everywhere`."""
-    return jax.tree.map(lambda leaf: _laid_out(leaf, replicated(mesh)), tree)
+    return jax.tree.map(lambda leaf: laid_out(leaf, replicated(mesh)), tree)
 
 
-def _laid_out(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def laid_out(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, and where it lies."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -29,20 +29,17 @@ from semrl_jax.types import RolloutBatch
 class MiniBatch(NamedTuple):
     """B responses to learn from; [B, T] on every device or in NumPy, None where nothing needs it.
 
-    Attributes:
-      rows: the tokens of the responses, one response per row, in NumPy. The loss lays them out in
-        the packed rows of `packing.TokenRows`.
-      old_logprobs, ref_logprobs, values: from the passes before the update.
-      advantages: of the tokens, for a policy.
-      returns: what a critic learns.
+    The tokens of `rows` are in NumPy, one response per row. The loss lays them out in the packed
+    rows of `packing.TokenRows`.
     """
 
     rows: RolloutBatch
+    # From the passes before the update.
     old_logprobs: Float[Array | np.ndarray, "B T"] | None = None
     ref_logprobs: Float[Array | np.ndarray, "B T"] | None = None
     values: Float[Array | np.ndarray, "B T"] | None = None
-    advantages: Float[Array | np.ndarray, "B T"] | None = None
-    returns: Float[Array | np.ndarray, "B T"] | None = None
+    advantages: Float[Array | np.ndarray, "B T"] | None = None  # of the tokens, for a policy
+    returns: Float[Array | np.ndarray, "B T"] | None = None  # what a critic learns
 
     def named(self) -> dict[str, np.ndarray]:
         """The arrays on the host by name, such as token_ids and advantages."""
@@ -52,32 +49,22 @@ class MiniBatch(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A mini-batch in micro-batches.
+    """A mini-batch in micro-batches."""
 
-    Attributes:
-      arrays: tree of [M, ...], what the loss takes.
-      num_micro: number of micro-batches that hold tokens. They come first of the M; the others are
-        skipped.
-      layout: scalars of how the mini-batch is laid out, for the log.
-      slots: where `to_batch` finds the tokens of the batch in what the loss returns; None if it
-        returns nothing.
-    """
-
-    arrays: Any
+    arrays: Any  # tree of [M, ...], what the loss takes
+    # Micro-batches that hold tokens. They come first of the M; the others are skipped.
     num_micro: int
-    layout: Mapping[str, float] = {}
+    layout: Mapping[str, float] = {}  # scalars of how the mini-batch is laid out, for the log
+    # Where `to_batch` finds the tokens of the batch in what the loss returns; None: there are none.
     slots: Int[np.ndarray, "B T"] | None = None
 
 
 class Frozen(NamedTuple):
-    """Parameters that a loss reads and no update changes.
+    """Parameters that a loss reads and no update changes."""
 
-    Attributes:
-      base: with LoRA, the parameters below the adapters. The policy's are the reference too.
-      reference: without LoRA, for reference log-probabilities that the update computes itself.
-    """
-
+    # With LoRA, the parameters below the adapters. The policy's are the reference too.
     base: Base | None = None
+    # Without LoRA, for reference log-probabilities that the update computes itself.
     reference: Params | None = None
 
 
@@ -108,23 +95,15 @@ class Loss(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trainee:
-    """A model that updates train.
+    """A model that updates train."""
 
-    Attributes:
-      name: of its field in `TrainState` (the policy has two), and the prefix of its scalars.
-      optimizer: with the schedule of its learning rate.
-      loss: what it minimises.
-      frozen: on the mesh of the trained parameters.
-      first_step: of the training loop; in earlier steps the model is left unchanged.
-      in_parts: whether several programs may share the micro-batches on a CPU, see `programs.py`.
-        Their gradients are summed in another order, which changes numbers within rounding.
-    """
-
-    name: str
-    optimizer: Optimizer
-    loss: Loss
-    frozen: Frozen = NOTHING_FROZEN
-    first_step: int = 0
+    name: str  # of its field in `TrainState` (the policy has two), and the prefix of its scalars
+    optimizer: Optimizer  # with the schedule of its learning rate
+    loss: Loss  # what it minimises
+    frozen: Frozen = NOTHING_FROZEN  # on the mesh of the trained parameters
+    first_step: int = 0  # of the training loop; in earlier steps the model is left unchanged
+    # Whether several programs may share the micro-batches on a CPU, see `programs.py`. Their
+    # gradients are summed in another order, which changes numbers within rounding.
     in_parts: bool = True
 
     def learning_rate(self, trained: Trained) -> float:
@@ -134,13 +113,10 @@ class Trainee:
     def update(
         self, trained: Trained, batch: Any, plan: RowPlan
     ) -> tuple[Trained, Mapping[str, Float[Array, ""] | float], Float[Array, "B T"] | None]:
-        """One optimiser step on one mini-batch; `trained` is donated.
+        """One optimiser step on a `MiniBatch`, or what the loss takes; `trained` is donated.
 
         The token weights sum to 1 over the mini-batch, so how it is laid out changes nothing but
         rounding.
-
-        Args:
-          batch: a `MiniBatch`, or another type that the loss takes.
 
         Returns:
           The model, unchanged if the loss or the gradient is not finite; scalars, among them
@@ -158,19 +134,14 @@ class Trainee:
             sums = side_by_side(program, [(trained.params, *arguments, part) for part in parts])
             found = apply_gradients(*trained, sums, **apply)
         params, opt_state, scalars, outputs = found
-        tokens = None
-        if inputs.slots is not None:
-            tokens = to_batch(outputs, inputs.slots, sharding=replicated(plan.mesh))
+        tokens, slots = None, inputs.slots
+        if slots is not None:
+            tokens = to_batch(outputs, slots, sharding=replicated(plan.mesh))
         return Trained(params, opt_state), scalars | inputs.layout, tokens
 
 
 class NonFiniteUpdates(RuntimeError):
-    """Too many updates in a row were not finite.
-
-    Attributes:
-      minibatch: the last one.
-      models: names of the trainees whose last update it was.
-    """
+    """Too many updates in a row were not finite, the last one of `models` on `minibatch`."""
 
     def __init__(self, num_updates: int, minibatch: MiniBatch, models: Sequence[str]):
         super().__init__(f"the loss or gradient of {num_updates} updates in a row was not finite")
@@ -209,10 +180,9 @@ def update_all(
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("loss", "optimizer", "prefix"),
+    jax.jit, static_argnames=("loss", "optimizer", "prefix"),
     donate_argnames=("params", "opt_state"),
-)
+)  # fmt: skip
 def update_rows(
     params: Params,
     opt_state: Any,
@@ -231,11 +201,9 @@ def update_rows(
 
 def _gradients(params, inputs, num_micro, frozen, part=None, *, loss) -> tuple[Sums, Any]:
     """The sums of `update_rows` over a part, and what the loss returns, 0 in the other parts."""
-
-    def loss_of(params, micro):
-        return loss(params, frozen, micro)
-
-    return summed_gradients(params, loss_of, inputs, num_micro, part)
+    return summed_gradients(
+        params, lambda params, micro: loss(params, frozen, micro), inputs, num_micro, part
+    )
 
 
 row_gradients = compiled_once(jax.jit(_gradients, static_argnames="loss"))
@@ -267,12 +235,9 @@ def _applied(
     opt_state = optimizer.to_device(opt_state)
     new_params, new_opt_state = optimizer.step(gradient, opt_state, params)
     keep = functools.partial(jnp.where, finite)
-    return (
-        jax.tree.map(keep, new_params, params),
-        optimizer.from_device(jax.tree.map(keep, new_opt_state, opt_state)),
-        scalars
-        | {
-            f"{prefix}/grad_norm": grad_norm,
-            f"{prefix}/update_skipped": 1.0 - finite.astype(jnp.float32),
-        },
-    )
+    scalars = dict(scalars) | {
+        f"{prefix}/grad_norm": grad_norm,
+        f"{prefix}/update_skipped": 1.0 - finite.astype(jnp.float32),
+    }
+    params = jax.tree.map(keep, new_params, params)
+    return params, optimizer.from_device(jax.tree.map(keep, new_opt_state, opt_state)), scalars

@@ -77,18 +77,14 @@ def fit_demonstrations(
     seed: int,
     report: Callable[[int, float], None],
 ) -> Params:
-    """Trains a policy on one device with AdamW.
+    """Trains a policy on one device with AdamW; returns the trained parameters.
 
     Args:
-      policy: the architecture.
       params: float32 parameters to start from; donated.
       demonstrations: N rows of S columns; the tokens of `loss_mask` are learned.
-      num_steps, batch_size, micro_batch_size, learning_rate: as named; micro divides batch.
+      micro_batch_size: divides `batch_size`.
       seed: of the order of demonstrations.
       report: called with (step, loss in nats a token) after every step.
-
-    Returns:
-      The trained parameters.
 
     Raises:
       UserError: if a loss or gradient is not finite.

@@ -29,17 +29,22 @@ class Pair:
 
 # Each with what sets it apart: windows and original contexts are far below the tests' sequences,
 # head widths are not hidden_size / num_attention_heads.
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,  # wavelengths of 6 to 2000 tokens: kept, blended and divided ones
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3_ROPE = {  # wavelengths of 6 to 2000 tokens: kept, blended and divided ones
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 MOE = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {
+    "head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 20,
+    "final_logit_softcapping": 7.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 9e3, "factor": 3.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}  # fmt: skip
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2-window": (transformers.Qwen2Config, SLIDING | {"max_window_layers": 1}),
@@ -53,45 +58,18 @@ FAMILIES = {
         transformers.Qwen3MoeConfig,
         MOE | {"num_experts": 3, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        {
-            "head_dim": 32,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 9e3, "factor": 3.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            },
-            "query_pre_attn_scalar": 20,
-            "final_logit_softcapping": 7.0,
-        },
-    ),
-    "qwen3-window": (
-        transformers.Qwen3Config,
-        SLIDING
-        | {
-            "head_dim": 32,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "gemma3": (transformers.Gemma3TextConfig, GEMMA),
+    "qwen3-window": (transformers.Qwen3Config, SLIDING | {"head_dim": 32, "layer_types": KINDS}),
 }
 
 
 def make_pair(directory, family="qwen2", **overrides) -> Pair:
     """Saves a random float32 model by transformers and loads it by ours."""
     sizes = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "rope_theta": 10_000.0,
-    }
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "pad_token_id": 0, "eos_token_id": 1, "rope_theta": 10_000.0,
+    }  # fmt: skip
     config_class, options = FAMILIES[family]
     config = config_class(**(sizes | options | overrides))
     torch.manual_seed(0)
@@ -107,9 +85,8 @@ def make_pair(directory, family="qwen2", **overrides) -> Pair:
 
 @pytest.fixture(scope="session", params=["tied", "untied"])
 def pair(request, tmp_path_factory) -> Pair:
-    return make_pair(
-        tmp_path_factory.mktemp(request.param), tie_word_embeddings=request.param == "tied"
-    )
+    directory = tmp_path_factory.mktemp(request.param)
+    return make_pair(directory, tie_word_embeddings=request.param == "tied")
 
 
 def by_file_name(arrays):
@@ -151,14 +128,18 @@ class Padded:
         }
 
 
+def padded_rows(token_ids, tokens) -> Padded:
+    """Rows whose tokens are in the columns from the first to before the last of each pair."""
+    segment_ids, positions = np.zeros_like(token_ids), np.zeros_like(token_ids)
+    for row, (start, end) in enumerate(tokens):
+        segment_ids[row, start:end] = 1
+        positions[row, start:end] = np.arange(end - start)
+    return Padded(jnp.asarray(token_ids), jnp.asarray(positions), jnp.asarray(segment_ids))
+
+
 @pytest.fixture
 def padded() -> Padded:
     """Rows of [left padding | tokens | right padding]."""
     random = np.random.default_rng(0)
     token_ids = random.integers(2, 97, (4, 24)).astype(np.int32)
-    segment_ids = np.zeros((4, 24), np.int32)
-    positions = np.zeros((4, 24), np.int32)
-    for row, (start, end) in enumerate([(0, 24), (5, 24), (0, 9), (7, 16)]):
-        segment_ids[row, start:end] = 1
-        positions[row, start:end] = np.arange(end - start)
-    return Padded(jnp.asarray(token_ids), jnp.asarray(positions), jnp.asarray(segment_ids))
+    return padded_rows(token_ids, [(0, 24), (5, 24), (0, 9), (7, 16)])

@@ -133,11 +133,15 @@ def test_ring_holds_a_share_of_the_sequence():
 
 
 def test_bfloat16_blocks_keep_float32_sums(places, arrays):
+    check_bfloat16(places, arrays, block=16)
+
+
+def check_bfloat16(places, arrays, **options):
     exact = outcome(places, arrays, None)
     rounded = [x.astype(jnp.bfloat16) for x in arrays]
-    attended, *gradients = outcome(places, rounded, None, block=16)
+    attended, *gradients = outcome(places, rounded, None, **options)
     assert attended.dtype == jnp.bfloat16
-    # Inputs, weights and results are rounded at 2^-8 each.
+    # Inputs, scaled queries, weights and results are rounded at 2^-8 each.
     for got, want in zip((attended, *gradients), exact):
         error = np.abs(np.asarray(got, np.float32) - want).max() / np.abs(want).max()
         assert error < 4 * 2**-8

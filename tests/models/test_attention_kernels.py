@@ -19,12 +19,10 @@ from semrl_jax.models.attention import self_attention
 from semrl_jax.models.attention_kernels import choose_kernel
 from semrl_jax.models.policy import Policy
 from semrl_jax.support.errors import UserError
-from tests.models.test_attention import ASSERT_CLOSE, mesh_of, outcome
+from tests.models.test_attention import ASSERT_CLOSE, check_bfloat16, mesh_of, outcome, slow, soak
 
 ROWS, COLUMNS, HEADS, KV_HEADS, WIDTH = 2, 200, 4, 2, 16  # two blocks of 128, padded
 LONGEST = jnp.iinfo(jnp.int32).max
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-soak = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +68,7 @@ def test_kernels_give_the_plain_attention_and_its_gradient(
 
 @pytest.mark.parametrize("kernel", [slow("splash"), soak("triton")])
 def test_bfloat16_kernels_keep_float32_sums(places, arrays, kernel):
-    exact = outcome(places, arrays, None)
-    rounded = [x.astype(jnp.bfloat16) for x in arrays]
-    attended, *gradients = outcome(places, rounded, None, kernel=kernel, interpret=True)
-    assert attended.dtype == jnp.bfloat16
-    for got, want in zip((attended, *gradients), exact):
-        error = np.abs(np.asarray(got, np.float32) - want).max() / np.abs(want).max()
-        assert error < 4 * 2**-8  # inputs, scaled queries, weights and results are rounded
+    check_bfloat16(places, arrays, kernel=kernel, interpret=True)
 
 
 @pytest.mark.parametrize("full", [soak((), id="windows"), slow((1,), id="mixed layers")])
@@ -108,9 +100,8 @@ def test_a_model_with_the_kernel_has_the_same_states_and_gradients(places, monke
     monkeypatch.setattr(Policy, "kernel", "splash")
     monkeypatch.setattr(decoder, "self_attention", interpreted)
     policy_module._graph.cache_clear()  # which has the kernel of the first use
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), outcome(), plain
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
+    jax.tree.map(close, outcome(), plain)
     assert set(calls) == {"splash"}
 
 

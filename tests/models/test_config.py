@@ -136,7 +136,6 @@ def test_hashes_equal_those_of_earlier_versions():
         ("qwen2", {"hidden_size": "64"}, "hidden_size='64' must be a whole number"),
         ("llama", {"intermediate_size": None}, "intermediate_size=None must be a whole number"),
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must .* to 4096"),
-        ("qwen2", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must .* to 4096"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number"),
         ("llama", {"num_key_value_heads": -1}, "num_key_value_heads=-1 must be a whole number"),
         ("llama", {"head_dim": 0}, "head_dim=0 must be a whole number"),
@@ -193,17 +192,9 @@ def test_hashes_equal_those_of_earlier_versions():
             "rope_parameters of each kind of layer are not supported",
         ),
         ("llama", {"attention_bias": True}, "attention_bias=true is not supported"),
-        ("qwen3", {"attention_bias": True}, "attention_bias=true is not supported"),
-        ("llama", {"mlp_bias": True}, "mlp_bias=true is not supported"),
-        (
-            "llama",
-            {"quantization_config": {"bits": 4}},
-            "quantization_config={'bits': 4} is not supp",
-        ),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
         ("gemma3_text", {"hidden_activation": "gelu"}, "'gelu' .*, only 'gelu_pytorch_tanh'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not support"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional.*not supported"),
-        ("gemma3_text", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window=null does not fit the layers"),
         (
             "gemma3_text",
@@ -220,7 +211,6 @@ def test_hashes_equal_those_of_earlier_versions():
         ),
         ("gemma3_text", {"final_logit_softcapping": -1.0}, "final_logit_softcap=-1.0 must be a"),
         ("gemma3_text", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar='x' must be"),
-        ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, r"layer_types .*chunked_attention"),
         ("qwen2", {"layer_types": [[], {}, 3]}, r"layer_types has \[\]; each must be one of"),
@@ -267,7 +257,9 @@ def test_a_family_of_another_package():
     del hf["head_dim"]
     own = models.config_from_hf(hf, OWN)
     assert dataclasses.replace(own, model_type="qwen3", family="") == config
-    assert own.query_key_norm and not own.attention_bias and own.hash != config.hash
+    assert (
+        own.declared.query_key_norm and not own.declared.attention_bias and own.hash != config.hash
+    )
     assert models.tensor_specs(own, "float32") == models.tensor_specs(config, "float32")
 
 
@@ -289,7 +281,7 @@ def test_a_family_is_chosen_for_a_random_model():
     settings = default.get_config()
     settings.model.family = OWN
     policy, _ = build_policy(settings)
-    assert policy.config.query_key_norm and policy.config.model_type == "own"
+    assert policy.config.declared.query_key_norm and policy.config.model_type == "own"
     settings.model.family = "llama"
     policy, _ = build_policy(settings)
     assert (policy.config.model_type, policy.config.family) == ("llama", "")
@@ -345,8 +337,6 @@ def test_a_random_model_has_the_hash_of_its_directory(family):
         ({"mlp_only_layers": [0, 1, 2]}, "experts: no layer has them"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a whole number"),
         ({"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
-        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
-        ({"attention_bias": True}, "attention_bias=true is not supported"),
     ],
 )
 def test_unsupported_experts_are_refused(change, message):

@@ -1,6 +1,7 @@
 """Mixtures of experts: the dispatch against a loop, and the mesh axis against one device."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +62,7 @@ def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized
         return mixture(x, kernels, options, jax.nn.silu, None)
 
     found, wanted = (
-        jax.jit(jax.value_and_grad(lambda x, k, of=of: both(of, x, k), (0, 1), has_aux=True))(
-            x, kernels
-        )
+        jax.jit(jax.value_and_grad(functools.partial(both, of), (0, 1), has_aux=True))(x, kernels)
         for of in (ours, lambda x, kernels: every_expert(x, kernels, options))
     )
 

@@ -4,28 +4,30 @@ Sequences of 96 tokens: three times the original context of the scaled rotary em
 times the sliding window.
 """
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from semrl_jax import models
 from tests.models.caches import widened
-from tests.models.conftest import Padded, by_file_name, make_pair
+from tests.models.conftest import by_file_name, make_pair, padded_rows
 from tests.models.test_policy import mean_logprob, relative_error, torch_outputs
 
 LENGTH = 96
+assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=5e-5)
 FAST = [
     ("qwen2-window", True), ("llama", False), ("mistral", False), ("qwen3", True), ("gemma3", True),
 ]  # fmt: skip
 # The same with the other output matrix, and the other options.
 SLOW = [
     ("qwen2-window", False), ("llama", True), ("mistral", True), ("qwen3", False),
-    ("llama-linear", True), ("mistral-whole", False), ("qwen3-window", True),
-    ("gemma3", False),
+    ("llama-linear", True), ("mistral-whole", False), ("qwen3-window", True), ("gemma3", False),
     ("qwen3-moe", True), ("qwen3-moe-mixed", True),
 ]  # fmt: skip
+PLAIN = [("qwen2", True), ("qwen2", False)]
 WINDOWED = [pair for pair in FAST if pair[0] in ("qwen2-window", "mistral")]
 
 
@@ -44,9 +46,8 @@ def pairs(tmp_path_factory):
 
     def get(family, tied):
         if (family, tied) not in made:
-            made[family, tied] = make_pair(
-                tmp_path_factory.mktemp(family), family, tie_word_embeddings=tied
-            )
+            directory = tmp_path_factory.mktemp(family)
+            made[family, tied] = make_pair(directory, family, tie_word_embeddings=tied)
         return made[family, tied]
 
     return get
@@ -56,23 +57,18 @@ def pairs(tmp_path_factory):
 def long_padded():
     """Rows of [left padding | tokens | right padding]."""
     token_ids = np.random.default_rng(0).integers(2, 97, (4, LENGTH)).astype(np.int32)
-    segment_ids, positions = np.zeros_like(token_ids), np.zeros_like(token_ids)
-    for row, (start, end) in enumerate([(0, LENGTH), (13, LENGTH), (0, 50), (30, 71)]):
-        segment_ids[row, start:end] = 1
-        positions[row, start:end] = np.arange(end - start)
-    return Padded(jnp.asarray(token_ids), jnp.asarray(positions), jnp.asarray(segment_ids))
+    return padded_rows(token_ids, [(0, LENGTH), (13, LENGTH), (0, 50), (30, 71)])
 
 
 @pytest.mark.parametrize(
-    "family", parameters([*FAST[:2], *FAST[4:], ("qwen3-moe", False)], [*FAST[2:4], *SLOW])
+    "family", parameters([*PLAIN, *FAST[:2], *FAST[4:], ("qwen3-moe", False)], [*FAST[2:4], *SLOW])
 )
 def test_states_logits_and_gradients_match_transformers(pairs, long_padded, family):
     pair, valid = pairs(*family), long_padded.valid
 
     def loss(params):
-        states = pair.policy.final_states(
-            params, long_padded.token_ids, long_padded.positions, long_padded.segment_ids
-        )
+        inputs = long_padded.token_ids, long_padded.positions, long_padded.segment_ids
+        states = pair.policy.final_states(params, *inputs)
         logits = pair.policy.logits(params, states.reshape(-1, 64)).reshape(4, LENGTH, 97)
         return mean_logprob(pair.policy, params, long_padded), (states, logits)
 
@@ -82,10 +78,8 @@ def test_states_logits_and_gradients_match_transformers(pairs, long_padded, fami
     hidden = expected.hidden_states[-1].numpy()
     # 5e-5 on values up to 5: a hundred float32 roundings (6e-8 of the value each) of the same sums
     # in another order, and of angles at positions up to 95; 1e-5 is what is seen.
-    np.testing.assert_allclose(np.asarray(states)[valid], hidden[valid], rtol=0, atol=5e-5)
-    np.testing.assert_allclose(
-        np.asarray(logits)[valid], expected.logits.numpy()[valid], rtol=0, atol=5e-5
-    )
+    assert_close(np.asarray(states)[valid], hidden[valid])
+    assert_close(np.asarray(logits)[valid], expected.logits.numpy()[valid])
     model = pair.torch_model
     model.zero_grad()
     arguments = long_padded.torch_arguments()
@@ -100,7 +94,7 @@ def test_states_logits_and_gradients_match_transformers(pairs, long_padded, fami
         assert relative_error(actual, theirs[spec.name]) < 1e-4, spec.name
 
 
-@pytest.mark.parametrize("family", parameters(FAST[:2], [*FAST[2:], *SLOW]))
+@pytest.mark.parametrize("family", parameters([*PLAIN, *FAST[:2]], [*FAST[2:], *SLOW]))
 def test_prefill_and_decode_equal_the_full_pass(pairs, family):
     """Left-padded prompts of 3 to 11 tokens, then 12 tokens across the border of the window.
 
@@ -121,9 +115,8 @@ def test_prefill_and_decode_equal_the_full_pass(pairs, family):
     states, layer_inputs = [state], [inputs]
     decode = jax.jit(policy.decode)
     for index in range(num_new):
-        state, inputs, cache = decode(
-            pair.params, new[:, index], lengths + index, where[index], cache
-        )
+        step = new[:, index], lengths + index, where[index], cache
+        state, inputs, cache = decode(pair.params, *step)
         states.append(state)
         layer_inputs.append(inputs)
     for row, length in enumerate(lengths):
@@ -132,34 +125,28 @@ def test_prefill_and_decode_equal_the_full_pass(pairs, family):
             expected = pair.torch_model(torch.tensor(whole), output_hidden_states=True)
         got = np.stack([np.asarray(s[row]) for s in states])
         # The tolerance of the test above; these sums are over fewer tokens.
-        np.testing.assert_allclose(
-            got, expected.hidden_states[-1][0, length - 1 :].numpy(), rtol=0, atol=5e-5
-        )
+        assert_close(got, expected.hidden_states[-1][0, length - 1 :].numpy())
         for layer in range(policy.config.num_layers):
             got = np.stack([np.asarray(i[row, layer]) for i in layer_inputs])
-            np.testing.assert_allclose(
-                got, expected.hidden_states[layer][0, length - 1 :].numpy(), rtol=0, atol=5e-5
-            )
+            assert_close(got, expected.hidden_states[layer][0, length - 1 :].numpy())
 
 
-@pytest.mark.parametrize("family", parameters(WINDOWED, [("qwen3-window", True)]))
+@pytest.mark.parametrize("family", parameters([*PLAIN, *WINDOWED], [("qwen3-window", True)]))
 def test_window_counts_within_the_segment(pairs, family):
     """Three sequences packed in one row give transformers' states of each alone."""
     pair, random = pairs(*family), np.random.default_rng(2)
     lengths = (21, 5, 30)
     sequences = [random.integers(2, 97, length).astype(np.int32) for length in lengths]
-    states = jax.jit(pair.policy.final_states)(
-        pair.params,
+    inputs = [
         np.concatenate(sequences)[None],
         np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])[None],
         np.repeat(np.arange(1, 4, dtype=np.int32), lengths)[None],
-    )
+    ]
+    states = jax.jit(pair.policy.final_states)(pair.params, *inputs)
     for ids, got in zip(sequences, np.split(np.asarray(states)[0], np.cumsum(lengths)[:-1])):
         with torch.no_grad():
             expected = pair.torch_model(torch.tensor(ids)[None], output_hidden_states=True)
-        np.testing.assert_allclose(
-            got, expected.hidden_states[-1][0].numpy(), rtol=0, atol=5e-5
-        )  # as above
+        assert_close(got, expected.hidden_states[-1][0].numpy())
 
 
 def test_last_token_in_the_window_is_seen_and_the_one_before_is_not(pairs):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 from semrl_jax import data, models
 from semrl_jax.models import gguf
@@ -21,15 +22,8 @@ from tests.models.conftest import make_pair
 TYPES = library.GGMLQuantizationType
 # Kinds of weights that the library can write; a row of 64 numbers is two blocks.
 KINDS = [
-    TYPES.F32,
-    TYPES.F16,
-    TYPES.BF16,
-    TYPES.Q8_0,
-    TYPES.Q5_1,
-    TYPES.Q5_0,
-    TYPES.Q4_1,
-    TYPES.Q4_0,
-]
+    TYPES.F32, TYPES.F16, TYPES.BF16, TYPES.Q8_0, TYPES.Q5_1, TYPES.Q5_0, TYPES.Q4_1, TYPES.Q4_0,
+]  # fmt: skip
 GEMMA = {  # defaults: transformers takes no other sizes from a file
     "rope_parameters": {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -73,9 +67,9 @@ def write(file, directory, architecture, kinds=(TYPES.F32,), tokenizer=None, **f
     writer = library.GGUFWriter(file, written.pop("general.architecture", architecture))
     for name, value in written.items():
         add(writer, name, value)
-    tensors = {}
+    tensors, arrays = {}, load_file(directory / "model.safetensors")
     for tensor in gguf.hf_tensors(config):
-        array = read(directory, tensor.name)
+        array = arrays[tensor.name]
         module = tensor.path[-2]
         if architecture == "llama" and module in ("query", "key"):
             pairs = array.reshape(-1, 2, config.head_dim // 2, *array.shape[1:])
@@ -88,9 +82,8 @@ def write(file, directory, architecture, kinds=(TYPES.F32,), tokenizer=None, **f
         tensors[gguf.ROPE_FACTORS] = [factors.astype(np.float32)]
     for index, (name, parts) in enumerate(tensors.items()):
         array = np.stack(parts) if "_exps" in name else parts[0]
-        kind = (
-            kinds[index % len(kinds)] if array.ndim > 1 and array.shape[-1] % 32 == 0 else TYPES.F32
-        )
+        is_quantised = array.ndim > 1 and array.shape[-1] % 32 == 0
+        kind = kinds[index % len(kinds)] if is_quantised else TYPES.F32
         writer.add_tensor(name, library.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -118,28 +111,19 @@ def byte_level_tokens():
     }  # fmt: skip
 
 
-def read(directory, name):
-    from safetensors.numpy import load_file
-
-    return load_file(directory / "model.safetensors")[name]
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def made(request, tmp_path_factory):
     family, options = ARCHITECTURES[request.param]
     directory = tmp_path_factory.mktemp(request.param)
-    make_pair(
-        directory, family, tie_word_embeddings=request.param in ("gemma3", "qwen2"), **options
-    )
+    tied = request.param in ("gemma3", "qwen2")
+    make_pair(directory, family, tie_word_embeddings=tied, **options)
     file = write(directory / "model.gguf", directory, request.param, KINDS)
     gguf.convert(file, directory / "converted")
     return request.param, file, directory / "converted"
 
 
 def logits_of(directory, **options):
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, **options
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32", **options)
     token_ids = torch.tensor(np.random.default_rng(0).integers(2, 97, (2, 40)))
     with torch.no_grad():
         return model.eval()(token_ids).logits.numpy(), token_ids.numpy().astype(np.int32)

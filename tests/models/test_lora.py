@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -171,128 +172,105 @@ def change_config(folder, **fields):
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def change_tensors(folder, change, metadata=None):
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata=metadata)
-
-
 PREFIX = "base_model.model.model.layers.1."
 UP = f"{PREFIX}mlp.up_proj.lora_B.weight"
 UP_A = np.ones((4, 32), np.float32)
+# Fields of the configuration; tensors, None removes one; what is said. With other tensors, the file
+# does not have our sample of the weights of the base.
 MISTAKES = {
-    "another peft": (lambda f: change_config(f, peft_type="IA3"), "peft_type='IA3' must be"),
-    "dora": (lambda f: change_config(f, use_dora=True), "use_dora=True is not supported"),
-    "bias": (lambda f: change_config(f, bias="all"), "bias='all' is not supported"),
-    "rank": (lambda f: change_config(f, r=0), "r=0 must be a whole number above 0"),
-    "a huge rank": (lambda f: change_config(f, r=10**400), "above 0, and at most 16777216"),
-    "endless alpha": (lambda f: change_config(f, lora_alpha=float("inf")), "lora_alpha=inf a numb"),
-    "huge alpha": (lambda f: change_config(f, lora_alpha=1e300), "lora_alpha=1e.300 a number"),
-    "an alpha of many digits": (
-        lambda f: change_config(f, lora_alpha=10**400),
-        "lora_alpha=1000.* a number above 0, and below 1e.30",
-    ),
-    "stabilized by text": (
-        lambda f: change_config(f, use_rslora="false"),
-        "use_rslora='false' must be true or false",
-    ),
-    "the first layer": (
-        lambda f: change_config(f, layers_to_transform=0),
-        "layers_to_transform=0 is not supported",
-    ),
+    "another peft": ({"peft_type": "IA3"}, {}, "peft_type='IA3' must be"),
+    "dora": ({"use_dora": True}, {}, "use_dora=True is not supported"),
+    "bias": ({"bias": "all"}, {}, "bias='all' is not supported"),
+    "rank": ({"r": 0}, {}, "r=0 must be a whole number above 0"),
+    "a huge rank": ({"r": 10**400}, {}, "above 0, and at most 16777216"),
+    "endless alpha": ({"lora_alpha": float("inf")}, {}, "lora_alpha=inf a number"),
+    "huge alpha": ({"lora_alpha": 1e300}, {}, "lora_alpha=1e.300 a number"),
+    "digits": ({"lora_alpha": 10**400}, {}, "lora_alpha=1000.* a number above 0, and below 1e.30"),
+    "stabilized by text": ({"use_rslora": "false"}, {}, "use_rslora='false' must be true or false"),
+    "the first layer": ({"layers_to_transform": 0}, {}, "layers_to_transform=0 is not supported"),
     "not finite": (
-        lambda f: (
-            change_config(f, base_model_name_or_path="hub/mine"),
-            change_tensors(f, lambda t: t.update({UP: np.full((48, 4), np.nan, np.float32)})),
-        ),
+        {"base_model_name_or_path": "hub/mine"},
+        {UP: np.full((48, 4), np.nan, np.float32)},
         r"layers\.1\.mlp\.up_proj\.lora_B\.weight has a value that is not finite",
     ),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is missing"),
-    "broken": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "cannot be read"),
-    "another name": (
-        lambda f: change_tensors(f, lambda t: None),  # without our sample of the weights
-        "is an adapter of 'owner/base', not of models/mine",
-    ),
+    "another name": ({}, {"more": UP_A}, "is an adapter of 'owner/base', not of models/mine"),
     "another shape": (
-        lambda f: (
-            change_config(f, base_model_name_or_path="hub/mine"),
-            change_tensors(f, lambda t: t.update({UP: np.ones((64, 4), np.float32)})),
-        ),
+        {"base_model_name_or_path": "hub/mine"},
+        {UP: np.ones((64, 4), np.float32)},
         r"up_proj\.lora_B\.weight has shape \(64, 4\), but rank 4 .* needs \(48, 4\)",
     ),
     "another dtype": (
-        lambda f: (
-            change_config(f, base_model_name_or_path="hub/mine"),
-            change_tensors(f, lambda t: t.update({UP: np.ones((48, 4))})),
-        ),
+        {"base_model_name_or_path": "hub/mine"},
+        {UP: np.ones((48, 4))},
         "up_proj.lora_B.weight is of dtype F64",
     ),
     "a layer less": (
-        lambda f: (
-            change_config(f, base_model_name_or_path=""),
-            change_tensors(f, lambda t: t.pop(f"{PREFIX}mlp.up_proj.lora_A.weight")),
-        ),
+        {"base_model_name_or_path": ""},
+        {f"{PREFIX}mlp.up_proj.lora_A.weight": None},
         r"layers\.1\.mlp\.up_proj\.lora_A\.weight is missing, but rank 4 .* needs \(4, 32\)",
     ),
     "pissa": (
-        lambda f: change_config(f, init_lora_weights="pissa_niter_4"),
+        {"init_lora_weights": "pissa_niter_4"},
+        {},
         "init_lora_weights='pissa_niter_4' is not supported, only .*'eva'.*; the other ones change",
     ),
     "a later version of peft": (
-        lambda f: change_config(f, use_new_method={"a": 1}),
+        {"use_new_method": {"a": 1}},
+        {},
         "use_new_method={'a': 1} is not supported; train an adapter without it, or remove",
     ),
     "the output matrix": (
-        lambda f: (
-            change_config(f, base_model_name_or_path="mine"),
-            change_tensors(
-                f,
-                lambda t: t.update({"base_model.model.lm_head.lora_A.weight": UP_A[:, :32]}),
-            ),
-        ),
+        {"base_model_name_or_path": "mine"},
+        {"base_model.model.lm_head.lora_A.weight": UP_A},
         "lm_head.lora_A.weight adapts lm_head, but only the linear modules of a layer can have",
     ),
     "the embedding": (
-        lambda f: (
-            change_config(f, base_model_name_or_path="mine"),
-            change_tensors(
-                f,
-                lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": UP_A}),
-            ),
-        ),
+        {"base_model_name_or_path": "mine"},
+        {"base_model.model.model.embed_tokens.lora_embedding_A": UP_A},
         "adapts model.embed_tokens, but only the linear modules of a layer can have an adapter",
     ),
     "a layer more": (
-        lambda f: (
-            change_config(f, base_model_name_or_path="mine"),
-            change_tensors(f, lambda t: t.update({UP.replace("layers.1", "layers.2"): UP_A})),
-        ),
+        {"base_model_name_or_path": "mine"},
+        {UP.replace("layers.1", "layers.2"): UP_A},
         "layers.2.* is no adapter of a linear module of models/mine; name the base",
     ),
     "a head": (
-        lambda f: (
-            change_config(f, base_model_name_or_path="mine"),
-            change_tensors(f, lambda t: t.update({"lm_head.lora_A": np.ones(4, np.float32)})),
-        ),
+        {"base_model_name_or_path": "mine"},
+        {"lm_head.lora_A": np.ones(4, np.float32)},
         "lm_head.lora_A is no adapter of a linear module",
     ),
-}  # fmt: skip
+}
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """The adapter, to be changed."""
+    return shutil.copytree(saved / "adapter", tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_an_adapter_that_cannot_be_read(name, saved, tmp_path):
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    for file in (saved / "adapter").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    change, message = MISTAKES[name]
-    change(folder)
+def test_an_adapter_that_cannot_be_read(name, saved, copied):
+    fields, tensors, message = MISTAKES[name]
+    change_config(copied, **fields)
+    if tensors:
+        file = copied / "adapter_model.safetensors"
+        changed = load_file(file) | tensors
+        save_file({name: array for name, array in changed.items() if array is not None}, file)
     with pytest.raises(UserError, match=message):
-        peft.load_adapter(peft.find_adapter(folder), CONFIG, saved / "base", "models/mine")
+        peft.load_adapter(peft.find_adapter(copied), CONFIG, saved / "base", "models/mine")
 
 
-def test_every_field_of_peft_is_supported_or_refused(saved, tmp_path):
+def test_weights_of_an_adapter_that_cannot_be_read(saved, copied):
+    file = copied / "adapter_model.safetensors"
+    file.write_bytes(b"x")
+    with pytest.raises(UserError, match="cannot be read"):
+        peft.load_adapter(peft.find_adapter(copied), CONFIG, saved / "base", "models/mine")
+    file.unlink()
+    with pytest.raises(UserError, match="is missing"):
+        peft.load_adapter(peft.find_adapter(copied), CONFIG, saved / "base", "models/mine")
+
+
+def test_every_field_of_peft_is_supported_or_refused(copied):
     """With a value that PEFT does not have by default; a field that PEFT adds must come here."""
     import peft as library
 
@@ -319,20 +297,17 @@ def test_every_field_of_peft_is_supported_or_refused(saved, tmp_path):
     }  # fmt: skip
     fields = {field.name for field in dataclasses.fields(library.LoraConfig)}
     assert fields <= supported.keys() | refused.keys()
-    (tmp_path / "adapter_config.json").write_bytes(
-        (saved / "adapter" / "adapter_config.json").read_bytes()
-    )
     # What PEFT writes by default is accepted, also with the other supported values.
     defaults = json.loads(json.dumps(library.LoraConfig().to_dict(), default=list))
-    change_config(tmp_path, **defaults)
-    peft.find_adapter(tmp_path)
-    change_config(tmp_path, **supported)
-    found = peft.find_adapter(tmp_path)
+    change_config(copied, **defaults)
+    peft.find_adapter(copied)
+    change_config(copied, **supported)
+    found = peft.find_adapter(copied)
     assert (found.rank, found.alpha, found.rank_stabilized) == (5, 3.0, True)
     for name, value in refused.items():
-        change_config(tmp_path, **defaults | {"peft_type": "LORA", name: value})
+        change_config(copied, **defaults | {"peft_type": "LORA", name: value})
         with pytest.raises(UserError, match=f"{name}=.*(is not supported|must be 'LORA')"):
-            peft.find_adapter(tmp_path)
+            peft.find_adapter(copied)
 
 
 def test_an_adapter_of_other_weights(saved, tmp_path):
@@ -345,14 +320,28 @@ def test_an_adapter_of_other_weights(saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", [None, "", ["base"]])
-def test_an_adapter_without_a_base(name, saved, tmp_path):
+def test_an_adapter_without_a_base(name, copied):
     """The working directory is not taken for it."""
-    (tmp_path / "adapter_config.json").write_bytes(
-        (saved / "adapter" / "adapter_config.json").read_bytes()
-    )
-    change_config(tmp_path, base_model_name_or_path=name)
+    change_config(copied, base_model_name_or_path=name)
     with pytest.raises(UserError, match="base_model_name_or_path is missing or empty; set it"):
-        peft.find_adapter(tmp_path).base()
+        peft.find_adapter(copied).base()
+
+
+TOKENS = np.arange(2, 22, dtype=np.int32).reshape(2, 10)
+
+
+def logits(pair, adapter, lora):
+    params = models.adapted(adapter, lora.base(pair.params))
+    columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
+    states = pair.policy.final_states(params, jnp.asarray(TOKENS), columns, jnp.ones_like(columns))
+    return np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
+
+
+def logits_of_torch(model):
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits.numpy()
 
 
 @pytest.mark.slow
@@ -372,24 +361,12 @@ def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
         lambda leaf: 0.1 * random.standard_normal(leaf.shape, np.float32),
         lora.shapes(pair.policy.shapes()),
     )
-    tokens = jnp.asarray(random.integers(2, 97, (2, 10)), jnp.int32)
-    columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
-
-    def ours(adapter, lora):
-        params = models.adapted(adapter, lora.base(pair.params))
-        states = pair.policy.final_states(params, tokens, columns, jnp.ones_like(tokens))
-        return np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
-
-    def theirs(model):
-        with torch.no_grad():
-            return model.eval()(torch.tensor(np.asarray(tokens))).logits.numpy()
-
-    plain = theirs(pair.torch_model)
+    plain = logits_of_torch(pair.torch_model)
     base = str(pair.directory)
     peft.save_adapter(tmp_path / "ours", adapter, lora, config, pair.directory, base)
     loaded = library.PeftModel.from_pretrained(pair.torch_model, tmp_path / "ours")
-    np.testing.assert_allclose(ours(adapter, lora), theirs(loaded), atol=1e-4)
-    assert np.abs(theirs(loaded) - plain).max() > 1
+    np.testing.assert_allclose(logits(pair, adapter, lora), logits_of_torch(loaded), atol=1e-4)
+    assert np.abs(logits_of_torch(loaded) - plain).max() > 1
 
     with torch.no_grad():
         for name, parameter in loaded.named_parameters():
@@ -400,7 +377,7 @@ def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
     assert files.base_name == base
     found, their_lora = peft.load_adapter(files, config, pair.directory, base)
     assert their_lora == lora
-    np.testing.assert_allclose(ours(found, their_lora), theirs(loaded), atol=1e-4)
+    np.testing.assert_allclose(logits(pair, found, lora), logits_of_torch(loaded), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -408,7 +385,6 @@ def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
 def test_a_supported_initialisation_leaves_the_base_as_it_is(init, tmp_path):
     """PEFT loads its own untrained adapter onto the base, and its logits are ours."""
     import peft as library
-    import torch
     import transformers
 
     pair = make_pair(tmp_path / "base", "llama")
@@ -418,15 +394,8 @@ def test_a_supported_initialisation_leaves_the_base_as_it_is(init, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
     library.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
     again = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
-    loaded = library.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
-    tokens = np.arange(2, 22, dtype=np.int32).reshape(2, 10)
-    with torch.no_grad():
-        theirs = loaded(torch.tensor(tokens)).logits.numpy()
+    loaded = library.PeftModel.from_pretrained(again, tmp_path / "adapter")
     found, lora = peft.load_adapter(
         peft.find_adapter(tmp_path / "adapter"), pair.policy.config, pair.directory, "base"
     )
-    params = models.adapted(found, lora.base(pair.params))
-    columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
-    states = pair.policy.final_states(params, jnp.asarray(tokens), columns, jnp.ones_like(columns))
-    ours = np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
-    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    np.testing.assert_allclose(logits(pair, found, lora), logits_of_torch(loaded), atol=1e-4)

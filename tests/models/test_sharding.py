@@ -23,17 +23,11 @@ MESHES = (
 
 @pytest.fixture
 def policy():
-    return models.Policy(
-        models.DecoderConfig(
-            vocab_size=48,
-            hidden_size=32,
-            intermediate_size=64,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-        )
-    )
+    config = models.DecoderConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8,
+    )  # fmt: skip
+    return models.Policy(config)
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -71,6 +65,7 @@ def test_one_axis_takes_the_remaining_devices():
         ((3, -1, 1, 1), "needs 6 devices, but 8 are there"),
         ((-1, -1, 1, 1), "one at most is -1"),
         ((0, 1, 1, 1), "sizes are at least 1"),
+        ((1, -1, 1, 16), "needs 16 devices, but 8 are there"),  # not 0: the axis needs one
     ],
 )
 def test_mesh_that_does_not_fit_is_refused(sizes, message):
@@ -91,13 +86,10 @@ def mesh_of(*sizes):
 
 def test_activation_is_not_split_over_axes_that_do_not_divide():
     mesh = mesh_of(2, 2, 1, 2)
-    rows = models.DATA_AXES
-    assert activation_spec("heads", (8, 3, 4, 8), mesh) == PartitionSpec(
-        rows, "sequence", "tensor", None
-    )
-    assert activation_spec("heads", (6, 3, 3, 8), mesh) == PartitionSpec(
-        None, "sequence", None, None
-    )
+    whole = PartitionSpec(models.DATA_AXES, "sequence", "tensor", None)
+    assert activation_spec("heads", (8, 3, 4, 8), mesh) == whole
+    few = PartitionSpec(None, "sequence", None, None)
+    assert activation_spec("heads", (6, 3, 3, 8), mesh) == few
 
 
 @pytest.mark.parametrize(
@@ -139,10 +131,7 @@ def cached_tokens(policy, params):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "heads_of_a_device"),
-    [
-        (2, 1),
-        pytest.param(4, 2, marks=pytest.mark.slow),  # 2 kv heads: all of them everywhere
-    ],
+    [(2, 1), (4, 2)],  # 2 kv heads: over 4 devices all of them are everywhere
 )
 def test_cached_decoding_on_a_tensor_axis(policy, tensor, heads_of_a_device):
     params = policy.init(jax.random.key(0))

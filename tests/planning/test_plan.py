@@ -30,18 +30,39 @@ def config_of(path="Qwen/Qwen2.5-7B"):
     return config
 
 
-def test_a_model_larger_than_the_slice_names_slices_that_hold_it(monkeypatch):
+@pytest.fixture(autouse=True)
+def _compiler_is_here(monkeypatch):
     monkeypatch.setattr(plan, "check_compiler", lambda: None)
-    with pytest.raises(UserError, match="takes 113 GiB; it fits into v5e:2x4"):
-        plan.check(config_of(), "v5e:2x2")
 
 
-def test_other_mistakes_before_any_work(monkeypatch):
-    monkeypatch.setattr(plan, "check_compiler", lambda: None)
-    with pytest.raises(UserError, match=r"model\.path is empty"):
-        plan.check(default.get_config(), "v5e:2x2")
-    with pytest.raises(UserError, match=r"a plan knows Qwen/Qwen2\.5-0\.5B"):
-        plan.check(config_of("nowhere/at-all"), "v5e:2x2")
+@pytest.mark.parametrize(
+    ("fields", "topology", "message"),
+    [
+        ({}, "v5e:2x2", "takes 113 GiB; it fits into v5e:2x4"),
+        ({"model.path": ""}, "v5e:2x2", r"model\.path is empty"),
+        ({"model.path": "nowhere/at-all"}, "v5e:2x2", r"a plan knows Qwen/Qwen2\.5-0\.5B"),
+        # A plan does not know these: its memory and times would be those of another run.
+        ({"algorithms.name": "ppo"}, "v5p:4x4x4", r"\.name='ppo'.* no critic; choose an algo"),
+        (
+            {"lora.rank": 8, "lora.targets": ("c_attn",)},
+            "v5p:4x4x4",
+            r"lora\.targets has 'c_attn'",
+        ),
+        (
+            {"rollout.max_prompt_tokens": 40_000},
+            "v5p:4x4x4",
+            "at most the model's context of 32768 tokens",
+        ),
+    ],
+)
+def test_mistakes_before_any_work(fields, topology, message):
+    config = config_of()
+    config.update_from_flattened_dict(fields)
+    with pytest.raises(UserError, match=message):
+        plan.check(config, topology)
+
+
+def test_a_mesh_that_does_not_fill_the_slice(monkeypatch):
     config = config_of()
     config.mesh.fsdp = 7
     monkeypatch.setattr(plan, "devices_of", lambda where: jax.devices()[:1] * where.num_chips)
@@ -49,25 +70,7 @@ def test_other_mistakes_before_any_work(monkeypatch):
         plan.make_plan(config, *plan.check(config, "v5p:4x4x4"), print)
 
 
-def test_what_a_plan_does_not_know_is_refused(monkeypatch):
-    """Otherwise its memory and times would be those of another run."""
-    monkeypatch.setattr(plan, "check_compiler", lambda: None)
-    config = config_of()
-    config.algorithms.name = "ppo"
-    with pytest.raises(UserError, match=r"algorithms\.name='ppo'.* no critic; choose an algo"):
-        plan.check(config, "v5p:4x4x4")
-    config = config_of()
-    config.lora.rank, config.lora.targets = 8, ("c_attn",)
-    with pytest.raises(UserError, match=r"lora\.targets has 'c_attn'"):
-        plan.check(config, "v5p:4x4x4")
-    config = config_of()
-    config.rollout.max_prompt_tokens = 40_000
-    with pytest.raises(UserError, match="at most the model's context of 32768 tokens"):
-        plan.check(config, "v5p:4x4x4")
-
-
-def test_the_state_of_adapters_is_that_of_the_base(monkeypatch):
-    monkeypatch.setattr(plan, "check_compiler", lambda: None)
+def test_the_state_of_adapters_is_that_of_the_base():
     config = config_of()
     config.lora.rank, config.lora.base_dtype = 16, "bfloat16"
     _, architecture = plan.check(config, "v5e:2x2")  # all parameters take 113 GiB
@@ -82,9 +85,7 @@ def test_without_the_compiler_the_line_has_the_command(monkeypatch):
 
 def test_the_weights_of_the_decode_program_have_single_layers():
     architecture = plan.find_architecture("Qwen/Qwen2.5-0.5B")
-    mesh = models.make_mesh(
-        {"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 1}, jax.devices()[:1]
-    )
+    mesh = models.make_mesh({}, jax.devices()[:1])
     planned = programs.Programs(config_of(), architecture, find_slice("v5e:1x1"), mesh)
     assert len(planned.engine_params(mesh)["layers"]) == architecture.num_layers
 
@@ -140,12 +141,8 @@ def test_a_plan_of_which_one_program_does_not_fit():
 
 
 def test_small_numbers_stay_short():
-    assert [report._short(x) for x in (0, 9.5e-5, 0.0125, 12.34)] == [
-        "0",
-        "<0.001",
-        "0.0125",
-        "12.3",
-    ]
+    shown = [report._short(x) for x in (0, 9.5e-5, 0.0125, 12.34)]
+    assert shown == ["0", "<0.001", "0.0125", "12.3"]
     assert (report._parameters(93_700), report._parameters(7_615_616_512)) == ("0.0937 M", "7.62 B")
     assert (report._seconds(1.16e-4), report._seconds(12.34)) == ("0.116 ms", "12.3 s")
 
@@ -164,22 +161,15 @@ def test_a_refusal_of_the_compiler():
 def planned(path, topology, *flags, fields=TINY):
     """The object that the command prints for a small model."""
     (path / "config.json").write_text(json.dumps(fields))
-    done = run(
-        "launch.plan",
-        "--config=configs/default.py",
-        f"--config.model.path={path}",
-        "--config.model.compute_dtype=bfloat16",
-        "--config.data.prompts_per_step=8",
-        "--config.training.prompts_per_minibatch=8",
-        "--config.training.micro_batch_size=8",
-        "--config.rollout.group_size=2",
-        "--config.rollout.max_prompt_tokens=128",
-        "--config.rollout.max_response_tokens=128",
-        f"--topology={topology}",
-        "--json",
-        *flags,
-        timeout=600,  # three programs, on a busy machine
-    )
+    settings = {
+        "model.path": path, "model.compute_dtype": "bfloat16", "data.prompts_per_step": 8,
+        "training.prompts_per_minibatch": 8, "training.micro_batch_size": 8,
+        "rollout.group_size": 2, "rollout.max_prompt_tokens": 128,
+        "rollout.max_response_tokens": 128,
+    }  # fmt: skip
+    flags = [*(f"--config.{name}={value}" for name, value in settings.items()), *flags]
+    command = "launch.plan", "--config=configs/default.py", f"--topology={topology}", "--json"
+    done = run(*command, *flags, timeout=600)  # three programs, on a busy machine
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

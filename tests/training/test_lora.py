@@ -11,17 +11,12 @@ from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import peft
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.policy import batch_logprobs
 from semrl_jax.training.state import init_state
-from tests.training.test_mesh import TEMPERATURE, Case, recorded
+from tests.training.test_mesh import OPTIMIZER, TEMPERATURE, Case, recorded
 from tests.training.updates import update_policy
 
-OPTIMIZER = make_optimizer(
-    learning_rate=1e-2, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.99,
-    weight_decay=0.01, max_grad_norm=1.0,
-)  # fmt: skip
 ALGORITHM = Algorithm(grpo, grpo.Options(kl_coefficient=0.1))
 RANK = 4
 

@@ -130,7 +130,6 @@ def three_steps(case):
     return found
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 soak = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
@@ -149,9 +148,9 @@ def assert_near(actual, expected, atol, what=""):
     [
         Case((1, 2, 2, 2)),
         *(soak(Case(alone(axis, 4))) for axis in AXES),
-        slow(Case((2, 1, 2, 2), "packed")),
-        slow(Case((2, 2, 1, 2), "budget")),
-        slow(Case((2, 2, 2, 1), remat="full")),
+        Case((2, 1, 2, 2), "packed"),
+        Case((2, 2, 1, 2), "budget"),
+        Case((2, 2, 2, 1), remat="full"),
         *(soak(Case(alone(axis, size))) for axis in AXES for size in (2, 8)),
         soak(Case(alone("tensor", 8), kv_heads=8)),  # none is shared
         *(
@@ -278,8 +277,8 @@ def layer_kernels(case):
     "case",
     [
         Case((1, 2, 2, 2)),
-        *(slow(Case(alone(axis, 4))) for axis in AXES[1:]),
-        slow(Case((2, 2, 2, 1), remat="full")),
+        *(Case(alone(axis, 4)) for axis in AXES[1:]),
+        Case((2, 2, 2, 1), remat="full"),
         soak(Case(alone("fsdp", 8))),
         soak(Case((2, 1, 2, 2), "packed")),
     ],

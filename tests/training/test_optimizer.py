@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +35,14 @@ REST = {"weight_decay": 0.1, "max_grad_norm": 1.0}
 ALGORITHM = Algorithm(grpo, grpo.Options(entropy_coefficient=0.01, kl_coefficient=0.0))
 SPLIT = (1, 2, 2, 2)
 # What a config sets, for the sections `optimizer` and others, by full name.
+ADAFACTOR = {"optimizer.name": "adafactor"}
 CHOICES = {
     "adamw": {},
     "adamw, bfloat16 mean": {"optimizer.first_moment_dtype": "bfloat16"},
-    "adafactor": {"optimizer.name": "adafactor"},
-    "adafactor, momentum": {
-        "optimizer.name": "adafactor", "optimizer.momentum": 0.9,
-        "optimizer.first_moment_dtype": "bfloat16",
-    },
-}  # fmt: skip
+    "adafactor": ADAFACTOR,
+    "adafactor, momentum": ADAFACTOR
+    | {"optimizer.momentum": 0.9, "optimizer.first_moment_dtype": "bfloat16"},
+}
 
 
 def config_with(**fields):
@@ -66,12 +66,10 @@ def optimizer_of(choice, **settings):
 def test_adamw_is_that_of_optax_to_the_bit():
     random = np.random.default_rng(0)
     params = {"w": random.normal(size=(3, 5)).astype(np.float32)}
-    optimizer = make_optimizer(
-        learning_rate=0.1, learning_rate_warmup_steps=0, adam_b1=0.8, adam_b2=0.95, **REST
-    )
-    expected = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(lambda _: 0.1, 0.8, 0.95, weight_decay=0.1)
-    )
+    rates = {"learning_rate": 0.1, "learning_rate_warmup_steps": 0}
+    optimizer = make_optimizer(**rates, adam_b1=0.8, adam_b2=0.95, **REST)
+    adamw = optax.adamw(lambda _: 0.1, 0.8, 0.95, weight_decay=0.1)
+    expected = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     state, wanted_state = optimizer.first_state(params), expected.init(params)
     wanted = params
     for _ in range(3):
@@ -149,10 +147,8 @@ def assert_near(actual, expected, atol):
     ],
 )
 def test_state_on_the_host_changes_no_bit(choice):
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        three_updates(choice, is_offloaded=True), three_updates(choice),
-    )  # fmt: skip
+    found = three_updates(choice, is_offloaded=True)
+    jax.tree.map(np.testing.assert_array_equal, found, three_updates(choice))
 
 
 @pytest.mark.soak
@@ -196,7 +192,7 @@ def test_small_steps_are_not_lost():
         learning_rate=1e-5, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.999,
         weight_decay=0.0, max_grad_norm=1.0, param_dtype="bfloat16",
     )  # fmt: skip
-    mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
+    mesh = models.make_mesh({}, jax.devices()[:1])
     first = np.full(8, 1.0, np.float32)  # the next smaller bfloat16 is 1 - 2^-8 = 0.99609
     params, state = init_trained({"final_norm": {"scale": first}}, optimizer, mesh)
     gradient = {"final_norm": {"scale": jnp.ones(8)}}
@@ -250,10 +246,9 @@ def test_a_critic_takes_every_option_on_a_mesh():
         mesh, model = case.mesh(), models.ValueModel.of(case.policy())
         settings = {"param_dtype": "bfloat16", "is_offloaded": True}
         optimizer = optimizer_of("adafactor, momentum", **settings)
-        kernel = np.random.default_rng(1).normal(size=model.decoder.config.hidden_size)
-        critic = init_trained(
-            models.with_head(model.init(jax.random.key(0)), kernel, 0.5), optimizer, mesh
-        )
+        kernel = np.random.default_rng(1).normal(size=model.config.hidden_size)
+        first = models.with_head(model.init(jax.random.key(0)), kernel, 0.5)
+        critic = init_trained(first, optimizer, mesh)
         like = abstract_trained(model.shapes(), optimizer, mesh)
         for _ in range(2):
             critic, scalars = update_critic(
@@ -273,23 +268,14 @@ def test_a_critic_takes_every_option_on_a_mesh():
         ({"optimizer.name": "adamm"}, "optimizer.name='adamm' is unknown; did you mean 'adamw'?"),
         ({"optimizer.momentum": 0.9}, "optimizer.momentum=0.9 is no option of optimizer.name='ad"),
         (
-            {"optimizer.name": "adafactor", "training.adam_b1": 0.8},
+            ADAFACTOR | {"training.adam_b1": 0.8},
             "training.adam_b1=0.8 is no option of optimizer.name='adafactor', which has decay_exp",
         ),
+        (ADAFACTOR | {"critic.adam_b2": 0.5}, "critic.adam_b2=0.5 is no option of optimizer.name="),
+        (ADAFACTOR | {"optimizer.momentum": 1.0}, "optimizer.momentum=1.0 must be in [0, 1)."),
+        (ADAFACTOR | {"optimizer.decay_exponent": 0.0}, "decay_exponent=0.0 must be above 0."),
         (
-            {"optimizer.name": "adafactor", "critic.adam_b2": 0.5},
-            "critic.adam_b2=0.5 is no option of optimizer.name='adafactor'",
-        ),
-        (
-            {"optimizer.name": "adafactor", "optimizer.momentum": 1.0},
-            "optimizer.momentum=1.0 must be in [0, 1).",
-        ),
-        (
-            {"optimizer.name": "adafactor", "optimizer.decay_exponent": 0.0},
-            "optimizer.decay_exponent=0.0 must be above 0.",
-        ),
-        (
-            {"optimizer.name": "adafactor", "optimizer.first_moment_dtype": "bfloat16"},
+            ADAFACTOR | {"optimizer.first_moment_dtype": "bfloat16"},
             "optimizer.first_moment_dtype='bfloat16' is of a mean that momentum=0 does not have",
         ),
         ({"optimizer.first_moment_dtype": "int8"}, "optimizer.first_moment_dtype='int8' must be"),
@@ -309,17 +295,10 @@ def test_every_choice_is_valid():
 
 
 def test_devices_without_such_memory_are_refused():
-    class Memory:
-        kind = "device"
-
-    class Device:
-        device_kind = "toaster"
-
-        def addressable_memories(self):
-            return [Memory()]
-
-    check_offload((), Device())
+    memories = [types.SimpleNamespace(kind="device")]
+    device = types.SimpleNamespace(device_kind="toaster", addressable_memories=lambda: memories)
+    check_offload((), device)
     with pytest.raises(UserError, match="devices of kind 'toaster' with the memories device have"):
-        check_offload(("optimizer",), Device())
+        check_offload(("optimizer",), device)
     check_offload(("optimizer",), jax.devices()[0])
     assert KIND == "pinned_host"

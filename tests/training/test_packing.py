@@ -1,5 +1,7 @@
 """Rows and micro-batches: every token once, results in order, shards evenly full."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_o
 from semrl_jax.training.rollout_batch import pad_batch
 from tests.fixtures import make_scored
 
+assert_equal = np.testing.assert_array_equal
+
 
 def mesh_of(num_shards, sequence=1):
-    shape = dict.fromkeys(models.AXES, 1) | {"fsdp": num_shards, "sequence": sequence}
-    return models.make_mesh(shape, jax.devices()[: num_shards * sequence])
+    devices = jax.devices()[: num_shards * sequence]
+    return models.make_mesh({"fsdp": num_shards, "sequence": sequence}, devices)
 
 
 def batch_of(lengths, masks=None):
@@ -25,9 +29,7 @@ def batch_of(lengths, masks=None):
         ids = np.arange(token, token + prompt + response, dtype=np.int32)
         token += prompt + response
         scored = make_scored(response_ids=ids[prompt:], response_mask=mask)
-        rollouts.append(
-            scored.rollout.__class__(**vars(scored.rollout) | {"prompt_ids": ids[:prompt]})
-        )
+        rollouts.append(dataclasses.replace(scored.rollout, prompt_ids=ids[:prompt]))
     return pad_batch(
         rollouts, pad_token_id=0,
         max_prompt_tokens=max(prompt for prompt, _ in lengths),
@@ -43,28 +45,16 @@ def test_packed_rows_by_hand():
     assert layout.num_micro == 2
     rows = jax.tree.map(lambda leaf: leaf[:, 0], layout.rows)
     # In one row sequences lie in their order.
-    np.testing.assert_array_equal(
-        rows.token_ids, [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 0, 0, 0, 0]]
-    )
-    np.testing.assert_array_equal(
-        rows.positions, [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 0, 0, 0, 0]]
-    )
-    np.testing.assert_array_equal(
-        rows.segment_ids, [[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0, 0]]
-    )
-    np.testing.assert_array_equal(
-        rows.response_ids[:, :6], [[2, 3, 6, 7, 8, 0], [11, 12, 0, 0, 0, 0]]
-    )
-    np.testing.assert_array_equal(rows.sources[:, :5], [[0, 1, 4, 5, 6], [1, 2, 0, 0, 0]])
-    np.testing.assert_array_equal(
-        rows.sequence_ids[:, :6], [[1, 1, 2, 2, 2, 0], [1, 1, 0, 0, 0, 0]]
-    )
+    assert_equal(rows.token_ids, [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 0, 0, 0, 0]])
+    assert_equal(rows.positions, [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 0, 0, 0, 0]])
+    assert_equal(rows.segment_ids, [[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0, 0]])
+    assert_equal(rows.response_ids[:, :6], [[2, 3, 6, 7, 8, 0], [11, 12, 0, 0, 0, 0]])
+    assert_equal(rows.sources[:, :5], [[0, 1, 4, 5, 6], [1, 2, 0, 0, 0]])
+    assert_equal(rows.sequence_ids[:, :6], [[1, 1, 2, 2, 2, 0], [1, 1, 0, 0, 0, 0]])
     assert layout.scalars() == {"policy/padding_fraction": 0.25, "policy/shard_imbalance": 1.0}
     values = np.arange(rows.sources.size, dtype=np.float32).reshape(layout.rows.sources.shape)
     width = rows.sources.shape[1]
-    np.testing.assert_array_equal(
-        take_values(values, layout.slots), [[0, 1, 0], [2, 3, 4], [width, width + 1, 0]]
-    )
+    assert_equal(take_values(values, layout.slots), [[0, 1, 0], [2, 3, 4], [width, width + 1, 0]])
 
 
 def test_context_has_columns_and_no_slots():
@@ -74,18 +64,16 @@ def test_context_has_columns_and_no_slots():
     plan = RowPlan(mesh_of(1), micro_batch_tokens=8, pack_sequences=True, balance_lengths=False)
     layout, without = (lay_out(batch_of(lengths, m), plan) for m in (masks, None))
     for name in ("token_ids", "positions", "segment_ids"):
-        np.testing.assert_array_equal(getattr(layout.rows, name), getattr(without.rows, name))
+        assert_equal(getattr(layout.rows, name), getattr(without.rows, name))
     rows = jax.tree.map(lambda leaf: leaf[:, 0], layout.rows)
-    np.testing.assert_array_equal(rows.response_ids[:, :4], [[2, 6, 8, 0], [12, 0, 0, 0]])
+    assert_equal(rows.response_ids[:, :4], [[2, 6, 8, 0], [12, 0, 0, 0]])
     # Token 8 follows token 7, which is context, in column 6.
-    np.testing.assert_array_equal(rows.sources[:, :4], [[0, 4, 6, 0], [2, 0, 0, 0]])
-    np.testing.assert_array_equal(rows.sequence_ids[:, :4], [[1, 2, 2, 0], [1, 0, 0, 0]])
+    assert_equal(rows.sources[:, :4], [[0, 4, 6, 0], [2, 0, 0, 0]])
+    assert_equal(rows.sequence_ids[:, :4], [[1, 2, 2, 0], [1, 0, 0, 0]])
     values = np.arange(1, 1 + rows.sources.size, dtype=np.float32)
     values = values.reshape(layout.rows.sources.shape)
     width = rows.sources.shape[1]
-    np.testing.assert_array_equal(
-        take_values(values, layout.slots), [[1, 0, 0], [2, 0, 3], [0, 1 + width, 0]]
-    )
+    assert_equal(take_values(values, layout.slots), [[1, 0, 0], [2, 0, 3], [0, 1 + width, 0]])
     assert layout.scalars() == without.scalars()
 
 
@@ -95,9 +83,9 @@ def test_single_rows_by_hand():
     layout = lay_out(batch, RowPlan(mesh_of(2), micro_batch_size=2))
     assert layout.num_micro == 2 and layout.rows.token_ids.shape == (2, 2, 5)
     # Longest first: 5, 4 and 3 tokens into (micro-batch, shard) (0, 0), (0, 1) and (1, 0).
-    np.testing.assert_array_equal(layout.rows.token_ids[0], [[4, 5, 6, 7, 8], [9, 10, 11, 12, 0]])
-    np.testing.assert_array_equal(layout.rows.token_ids[1], [[1, 2, 3, 0, 0], [0, 0, 0, 0, 0]])
-    np.testing.assert_array_equal(layout.shard_tokens, [8, 4])
+    assert_equal(layout.rows.token_ids[0], [[4, 5, 6, 7, 8], [9, 10, 11, 12, 0]])
+    assert_equal(layout.rows.token_ids[1], [[1, 2, 3, 0, 0], [0, 0, 0, 0, 0]])
+    assert_equal(layout.shard_tokens, [8, 4])
     assert layout.scalars()["policy/shard_imbalance"] == pytest.approx(8 / 6)
     assert layout.scalars()["policy/padding_fraction"] == pytest.approx(1 - 12 / 20)
 
@@ -117,15 +105,15 @@ def test_shared_prompts_by_hand():
     plan = RowPlan(mesh_of(1), micro_batch_tokens=10, pack_sequences=True, balance_lengths=False)
     layout = lay_out(batch, plan, 1e9)
     rows = jax.tree.map(lambda leaf: leaf[0, 0], layout.rows)
-    np.testing.assert_array_equal(rows.token_ids, [1, 2, 3, 4, 7, 8, 9, 10, 11, 12])
-    np.testing.assert_array_equal(rows.positions, [0, 1, 2, 3, 2, 3, 4, 0, 1, 2])
-    np.testing.assert_array_equal(
+    assert_equal(rows.token_ids, [1, 2, 3, 4, 7, 8, 9, 10, 11, 12])
+    assert_equal(rows.positions, [0, 1, 2, 3, 2, 3, 4, 0, 1, 2])
+    assert_equal(
         rows.segment_ids, [BRANCHES] * 2 + [BRANCHES + 1] * 2 + [BRANCHES + 2] * 3 + [3] * 3
     )
-    np.testing.assert_array_equal(rows.response_ids[:5], [3, 4, 7, 9, 12])
-    np.testing.assert_array_equal(rows.sources[:5], [1, 2, 1, 5, 8])
-    np.testing.assert_array_equal(rows.sequence_ids[:5], [1, 1, 2, 2, 3])
-    np.testing.assert_array_equal(layout.slots, [[0, 1, -1], [2, -1, 3], [4, -1, -1]])
+    assert_equal(rows.response_ids[:5], [3, 4, 7, 9, 12])
+    assert_equal(rows.sources[:5], [1, 2, 1, 5, 8])
+    assert_equal(rows.sequence_ids[:5], [1, 1, 2, 2, 3])
+    assert_equal(layout.slots, [[0, 1, -1], [2, -1, 3], [4, -1, -1]])
     assert layout.scalars() == {"policy/padding_fraction": 0.0, "policy/shard_imbalance": 1.0}
     assert lay_out(batch, plan).num_micro == 2  # 4 + 5 + 3 tokens
 
@@ -160,29 +148,33 @@ def test_a_bundle_takes_no_more_memory_than_rows():
     assert layout.num_micro == 2 and layout.rows.token_ids.shape[1:] == (1, 48)
 
 
-PLANS = st.fixed_dictionaries(
-    {
-        "num_shards": st.sampled_from([1, 2, 4]),
-        "sequence": st.sampled_from([1, 2]),
-        "rows_per_shard": st.integers(1, 5),
-        "micro_batch_tokens": st.sampled_from([0, 40, 64, 200]),
-        "pack_sequences": st.booleans(),
-        "balance_lengths": st.booleans(),
-    }
-)
+CHOICES = {
+    "num_shards": st.sampled_from([1, 2, 4]),
+    "sequence": st.sampled_from([1, 2]),
+    "rows_per_shard": st.integers(1, 5),
+    "micro_batch_tokens": st.sampled_from([0, 40, 64, 200]),
+    "pack_sequences": st.booleans(),
+    "balance_lengths": st.booleans(),
+}
+
+
+def plan_of(options):
+    """The plan of one of `CHOICES`; only rows of a number of tokens can be packed."""
+    shards = options.pop("num_shards")
+    mesh = mesh_of(shards, options.pop("sequence"))
+    options["pack_sequences"] &= options["micro_batch_tokens"] > 0
+    return RowPlan(mesh, micro_batch_size=options.pop("rows_per_shard") * shards, **options)
 
 
 @pytest.mark.slow
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 32)), min_size=1, max_size=40),
-    options=PLANS,
+    options=st.fixed_dictionaries(CHOICES),
     density=st.sampled_from([0.3, 0.8, 1.0]),  # of the policy's tokens in a response
 )
 def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
-    shards, rows_per_shard = options.pop("num_shards"), options.pop("rows_per_shard")
-    sequence = options.pop("sequence")
-    options["pack_sequences"] &= options["micro_batch_tokens"] > 0
-    plan = RowPlan(mesh_of(shards, sequence), micro_batch_size=rows_per_shard * shards, **options)
+    plan = plan_of(options)
+    shards, sequence = plan.num_shards, plan.mesh.shape["sequence"]
     random = np.random.default_rng(len(lengths))
     masks = [random.random(response) < density for _, response in lengths]
     for own in masks:
@@ -190,7 +182,7 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
     batch = batch_of(lengths, masks)
     layout = lay_out(batch, plan)
     rows, mask = layout.rows, batch.response_mask
-    np.testing.assert_array_equal(mask.sum(axis=1), list(map(np.sum, masks)))
+    assert_equal(mask.sum(axis=1), list(map(np.sum, masks)))
     # What the sequence axis does not divide would be whole on all of its devices.
     assert rows.token_ids.shape[2] % sequence == rows.sources.shape[2] % sequence == 0
     assert rows.token_ids.shape[0] >= layout.num_micro
@@ -207,29 +199,27 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
     order = np.argsort(flat["token_ids"])
     ends = np.cumsum([prompt + response for prompt, response in lengths])
     for at, length in zip(np.split(order, ends[:-1]), map(sum, lengths)):
-        np.testing.assert_array_equal(np.diff(columns[at]), 1)
-        np.testing.assert_array_equal(flat["positions"][at], np.arange(length))
+        assert_equal(np.diff(columns[at]), 1)
+        assert_equal(flat["positions"][at], np.arange(length))
         assert len(set(flat["segment_ids"][at])) == 1
     # A slot takes the state of the token before it, in the same segment.
     at_sources = np.take_along_axis(rows.token_ids, rows.sources, axis=2)
     with_token = rows.response_ids > 0
     assert with_token.sum() == mask.sum()
-    np.testing.assert_array_equal(at_sources[with_token], rows.response_ids[with_token] - 1)
+    assert_equal(at_sources[with_token], rows.response_ids[with_token] - 1)
     at_sources = np.take_along_axis(rows.segment_ids, rows.sources, axis=2)
-    np.testing.assert_array_equal(rows.sequence_ids, np.where(with_token, at_sources, 0))
+    assert_equal(rows.sequence_ids, np.where(with_token, at_sources, 0))
     # There and back.
-    np.testing.assert_array_equal(
-        take_values(rows.response_ids, layout.slots)[mask], batch.response_ids[mask]
-    )
+    assert_equal(take_values(rows.response_ids, layout.slots)[mask], batch.response_ids[mask])
     values = np.where(mask, np.random.default_rng(0).random(mask.shape), np.nan).astype(np.float32)
     in_slots = np.asarray(take_values(values, layout.tokens()))
     assert np.isfinite(in_slots).all()  # what padding held stays behind
-    np.testing.assert_array_equal(take_values(in_slots, layout.slots), np.where(mask, values, 0))
+    assert_equal(take_values(in_slots, layout.slots), np.where(mask, values, 0))
     blocks = dict(enumerate(np.split(in_slots[..., None], shards, axis=1)))
     found = layout.responses(blocks)
     assert list(found) == list(range(len(lengths)))
     for index, (row, own) in enumerate(zip(values, mask)):
-        np.testing.assert_array_equal(found[index][:, 0], row[own])
+        assert_equal(found[index][:, 0], row[own])
     # Shards of other processes are not here.
     parts = [layout.responses({shard: block}) for shard, block in blocks.items()]
     assert sum(map(len, parts)) == len(lengths)
@@ -242,9 +232,9 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
     if not plan.pack_sequences:
         assert rows.segment_ids.max() == 1
     shard_tokens = held.reshape(len(held), shards, -1).sum(axis=(0, 2))
-    np.testing.assert_array_equal(layout.shard_tokens, shard_tokens)
+    assert_equal(layout.shard_tokens, shard_tokens)
     again = lay_out(batch, plan)
-    jax.tree.map(np.testing.assert_array_equal, again.rows, rows)
+    jax.tree.map(assert_equal, again.rows, rows)
 
 
 @pytest.mark.slow
@@ -253,15 +243,12 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
         st.tuples(st.integers(1, 20), st.lists(st.integers(1, 32), min_size=1, max_size=9)),
         min_size=1, max_size=6,
     ),
-    options=PLANS,
+    options=st.fixed_dictionaries(CHOICES),
     attention_columns=st.sampled_from([20.0, 200.0, 1e9]),
 )  # fmt: skip
 def test_every_token_sees_its_prompt_and_its_response(groups, options, attention_columns):
     """What each slot attends to, in the order of positions, is its sequence up to there."""
-    shards, rows_per_shard = options.pop("num_shards"), options.pop("rows_per_shard")
-    mesh = mesh_of(shards, options.pop("sequence"))
-    options["pack_sequences"] &= options["micro_batch_tokens"] > 0
-    plan = RowPlan(mesh, micro_batch_size=rows_per_shard * shards, **options)
+    plan = plan_of(options)
     lengths = [(prompt, each) for prompt, responses in groups for each in responses]
     if plan.micro_batch_tokens and max(map(sum, lengths)) > plan.micro_batch_tokens:
         return
@@ -272,11 +259,9 @@ def test_every_token_sees_its_prompt_and_its_response(groups, options, attention
     padded = [each.num_micro * each.rows.token_ids[0].size for each in (layout, alone)]
     assert padded[0] <= padded[1]
     if not plan.pack_sequences:  # no more memory either
-        assert rows.token_ids[0].size <= max(
-            alone.rows.token_ids[0].size,
-            plan.micro_batch_tokens * shards
-            or alone.rows.token_ids.shape[2] * plan.micro_batch_size,
-        )
+        most = plan.micro_batch_tokens * plan.num_shards
+        most = most or alone.rows.token_ids.shape[2] * plan.micro_batch_size
+        assert rows.token_ids[0].size <= max(alone.rows.token_ids[0].size, most)
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[2]), rows)
     held = flat.segment_ids > 0
     assert held.sum() == layout.shard_tokens.sum()

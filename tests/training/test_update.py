@@ -22,18 +22,15 @@ from semrl_jax.models import experts
 from semrl_jax.models.attention import BRANCHES
 from semrl_jax.support import programs
 from semrl_jax.training.micro_batches import split_rows
-from semrl_jax.training.optimizer import Optimizer, make_optimizer
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.policy import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
 from semrl_jax.training.trainee import update_rows
 from tests.cases import slow_after
+from tests.training.test_mesh import OPTIMIZER
 from tests.training.test_packing import batch_of, mesh_of
 from tests.training.updates import update_policy
 
-OPTIMIZER = make_optimizer(
-    learning_rate=1e-2, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.99,
-    weight_decay=0.01, max_grad_norm=1.0,
-)  # fmt: skip
 DESCENT = Optimizer(*optax.sgd(1.0))  # its step is the gradient
 OPTIONS = grpo.Options(entropy_coefficient=0.01, kl_coefficient=0.1)
 VOCAB = 23
@@ -102,13 +99,15 @@ def make_values(batch, seed=1):
     return [np.where(batch.response_mask, x, np.nan) for x in (old, ref, advantages)]
 
 
-def update(
-    policy, params, batch, values, plan, aggregation="token_mean", optimizer=DESCENT, **options
-):
+def make_case():
+    """A policy, parameters, a batch and its values."""
+    batch = make_batch()
+    return *setup(), batch, make_values(batch)
+
+
+def update(*arguments, **options):
     """New parameters, optimiser state and scalars."""
-    return update_and_logprobs(
-        policy, params, batch, values, plan, aggregation, optimizer, **options
-    )[:3]
+    return update_and_logprobs(*arguments, **options)[:3]
 
 
 def update_and_logprobs(
@@ -117,12 +116,10 @@ def update_and_logprobs(
 ):  # fmt: skip
     """And the log-probabilities before the step."""
     params = jax.tree.map(jnp.copy, params)  # donated
+    algorithm = Algorithm(grpo, dataclasses.replace(OPTIONS, aggregation=aggregation, **options))
     return update_policy(
         params, optimizer.init(params), batch, *values, reference, policy=policy,
-        optimizer=optimizer, temperature=0.8, plan=plan, importance=importance,
-        algorithm=Algorithm(
-            grpo, dataclasses.replace(OPTIONS, aggregation=aggregation, **options)
-        ),
+        optimizer=optimizer, temperature=0.8, plan=plan, importance=importance, algorithm=algorithm,
     )  # fmt: skip
 
 
@@ -191,21 +188,18 @@ def expected(window, context):
     return policy, params, batch, values, *oracle(policy, params, batch, values)
 
 
-MARKS = {
-    (4, "three rows"): pytest.mark.slow,
-    (4, "packed"): pytest.mark.slow,
-    (None, "packed"): pytest.mark.slow,
-    (None, "one row"): pytest.mark.slow,
-    (4, "two rows"): pytest.mark.slow,
-}
+SLOW = [
+    (4, "three rows"), (4, "packed"), (None, "packed"), (None, "one row"), (4, "two rows"),
+]  # fmt: skip
+MARKS = dict.fromkeys(SLOW, pytest.mark.slow)
 LAYOUTS = [
     pytest.param(window, name, False, marks=MARKS.get((window, name), pytest.mark.soak))
     for window in (None, 4)
     for name in PLANS
-] + slow_after(0, [(4, "three rows", True), (4, "packed", True)])
-LAYOUTS += slow_after(
-    1, [(4, name, "shared prompts") for name in ("packed", "three rows", "one row", "budget")]
-)
+]
+LAYOUTS += slow_after(0, [(4, name, True) for name in ("three rows", "packed")])
+IN_BUNDLES = ("packed", "three rows", "one row", "budget")
+LAYOUTS += slow_after(1, [(4, name, "shared prompts") for name in IN_BUNDLES])
 
 
 @pytest.fixture(autouse=True)
@@ -284,13 +278,9 @@ def test_no_layout_changes_any_number_of_random_batches(lengths, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["packed, in order", pytest.param("two rows", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["packed, in order", "two rows"])
 def test_shards_change_nothing_but_rounding(name):
-    policy, params = setup()
-    batch = make_batch()
-    values = make_values(batch)
+    policy, params, batch, values = make_case()
     expected, _, _ = update(policy, params, batch, values, plan_of(PLANS["three rows"]))
     plan = plan_of(PLANS[name], num_shards=2)
     params = jax.device_put(params, models.parameter_shardings(params, plan.mesh))
@@ -358,13 +348,16 @@ def test_masked_responses_of_a_bundle_do_not_count():
     assert not found.logprobs.any()
 
 
+def mixture_of(num_layers):
+    return models.random_config(
+        "qwen3_moe", vocab_size=VOCAB + 1, hidden_size=32, intermediate_size=32,
+        num_layers=num_layers, num_heads=2, num_kv_heads=1, head_dim=16,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_an_expert_axis_changes_nothing_but_rounding():
-    config = models.random_config(
-        "qwen3_moe", vocab_size=VOCAB + 1, hidden_size=32, intermediate_size=32, num_layers=2,
-        num_heads=2, num_kv_heads=1, head_dim=16,
-    )  # fmt: skip
-    policy = models.Policy(config)
+    policy = models.Policy(mixture_of(num_layers=2))
     params = policy.init(jax.random.key(0))
     batch = make_batch()
     values = make_values(batch)
@@ -380,10 +373,7 @@ def test_an_expert_axis_changes_nothing_but_rounding():
 @pytest.mark.slow
 def test_the_products_of_tpus_update_a_mixture(monkeypatch):
     """`ragged_dot` in a whole update equals the blocks that other devices compute."""
-    config = models.random_config(
-        "qwen3_moe", vocab_size=VOCAB + 1, hidden_size=32, intermediate_size=32, num_layers=1,
-        num_heads=2, num_kv_heads=1, head_dim=16,
-    )  # fmt: skip
+    config = mixture_of(num_layers=1)
     params = models.Policy(config).init(jax.random.key(0))
     batch, plan = make_batch(), plan_of(PLANS["three rows"])
     values = make_values(batch)
@@ -410,11 +400,10 @@ def test_rows_stay_on_their_shards():
 
 # 3 and 2 micro-batches for 2 cores.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("two rows", marks=pytest.mark.slow), "packed"])
+@pytest.mark.parametrize("name", ["two rows", "packed"])
 def test_programs_side_by_side_change_nothing_but_rounding(name, monkeypatch):
-    policy, params = setup()
-    batch, plan = make_batch(), plan_of(PLANS[name])
-    values = make_values(batch)
+    policy, params, batch, values = make_case()
+    plan = plan_of(PLANS[name])
 
     def found():
         results = update_and_logprobs(policy, params, batch, values, plan)
@@ -437,29 +426,20 @@ def test_a_large_model_and_a_single_micro_batch_have_one_program(monkeypatch):
     params = {"kernel": np.zeros(2**16, np.float32)}  # 256 KiB
     layout = lay_out(make_batch(), plan := plan_of(PLANS["one row"]))
     monkeypatch.setattr(programs, "num_side_by_side", lambda mesh: 4)
-    assert [part.first for part in programs.parts_of(layout.num_micro, params, plan.mesh)] == [
-        0,
-        1,
-        2,
-        3,
-    ]
-    monkeypatch.setattr(programs, "MAX_PART_BYTES", 3 * 2**18)
-    assert [part.stride for part in programs.parts_of(layout.num_micro, params, plan.mesh)] == [
-        3,
-        3,
-        3,
-    ]
-    monkeypatch.setattr(programs, "MAX_PART_BYTES", 2 * 2**18 - 1)
-    assert programs.parts_of(layout.num_micro, params, plan.mesh) == [None]
-    monkeypatch.setattr(programs, "MAX_PART_BYTES", 2**28)
+
+    def parts_of(num_micro, most_bytes):
+        monkeypatch.setattr(programs, "MAX_PART_BYTES", most_bytes)
+        return programs.parts_of(num_micro, params, plan.mesh)
+
+    assert [part.first for part in parts_of(layout.num_micro, 2**28)] == [0, 1, 2, 3]
+    assert [part.stride for part in parts_of(layout.num_micro, 3 * 2**18)] == [3, 3, 3]
+    assert parts_of(layout.num_micro, 2 * 2**18 - 1) == [None]
     whole = lay_out(make_batch(), plan_of(PLANS["all rows at once"]))
-    assert programs.parts_of(whole.num_micro, params, plan.mesh) == [None]
+    assert parts_of(whole.num_micro, 2**28) == [None]
 
 
 def test_a_nonfinite_update_is_skipped():
-    policy, params = setup()
-    batch = make_batch()
-    values = make_values(batch)
+    policy, params, batch, values = make_case()
     values[2][0, 0] = np.inf
     plan = plan_of(PLANS["two rows"])
     after, opt_state, scalars = update(policy, params, batch, values, plan, optimizer=OPTIMIZER)
@@ -470,15 +450,11 @@ def test_a_nonfinite_update_is_skipped():
 
 @pytest.mark.slow
 def test_without_kl_the_update_is_the_same_without_a_reference():
-    policy, params = setup()
-    batch = make_batch()
-    old, ref, advantages = make_values(batch)
+    policy, params, batch, (old, ref, advantages) = make_case()
     plan = plan_of(PLANS["two rows"])
-    expected, _, scalars = update(
-        policy, params, batch, (old, ref, advantages), plan, kl_coefficient=0.0
-    )
-    actual, _, rest = update(
-        policy, params, batch, (old, None, advantages), plan, kl_coefficient=0.0
+    (expected, _, scalars), (actual, _, rest) = (
+        update(policy, params, batch, (old, given, advantages), plan, kl_coefficient=0.0)
+        for given in (ref, None)
     )
     assert_near(actual, expected)  # another program rounds otherwise
     assert scalars.pop("policy/kl") > 0
@@ -508,13 +484,12 @@ def test_batches_of_other_lengths_compile_little(name, num_counts, num_programs)
 
 def test_the_update_computes_its_own_old_and_reference_log_probabilities():
     """Given or not, the old ones give the same step to the bit."""
-    policy, params = setup()
-    other = policy.init(jax.random.key(5))
-    batch, plan = make_batch(), plan_of(PLANS["two rows"])
-    *_, advantages = make_values(batch)
-    own = update_and_logprobs(
-        policy, params, batch, (None, None, advantages), plan, reference=other, kl_coefficient=0.1
+    policy, params, batch, (*_, advantages) = make_case()
+    plan, other = plan_of(PLANS["two rows"]), policy.init(jax.random.key(5))
+    step = functools.partial(
+        update_and_logprobs, policy, params, batch, plan=plan, kl_coefficient=0.1
     )
+    own = step((None, None, advantages), reference=other)
     passes = [
         batch_logprobs(of, batch, policy=policy, temperature=0.8, plan=plan).logprobs
         for of in (params, other)
@@ -523,15 +498,10 @@ def test_the_update_computes_its_own_old_and_reference_log_probabilities():
     # Two programs for the same sums of float32; log-probabilities are about 3 nats.
     np.testing.assert_allclose(logprobs, passes[0], atol=3e-6)
     assert np.all(logprobs[~batch.response_mask] == 0)
-    given = update_and_logprobs(
-        policy, params, batch, (logprobs, None, advantages), plan, reference=other,
-        kl_coefficient=0.1,
-    )  # fmt: skip
+    given = step((logprobs, None, advantages), reference=other)
     jax.tree.map(np.testing.assert_array_equal, own[0], given[0])
     assert own[2]["policy/approx_kl"] == 0 and own[2]["policy/clip_fraction"] == 0
-    before = update_and_logprobs(
-        policy, params, batch, (*passes, advantages), plan, kl_coefficient=0.1
-    )
+    before = step((*passes, advantages))
     assert before[2]["policy/kl"] > 0.01
     np.testing.assert_allclose(own[2]["policy/kl"], before[2]["policy/kl"], rtol=1e-4)
     # One step of gradient descent: its gradient is a sum of about 1e-2.
@@ -552,9 +522,8 @@ def test_the_update_computes_its_own_old_and_reference_log_probabilities():
     ),
 )
 def test_the_update_corrects_for_the_engine_as_weighted_advantages_do(importance):
-    policy, params = setup()
-    batch, plan = make_batch(), plan_of(PLANS["two rows"])
-    *_, advantages = make_values(batch)
+    policy, params, batch, (*_, advantages) = make_case()
+    plan = plan_of(PLANS["two rows"])
     update = functools.partial(update_and_logprobs, policy, params, plan=plan, kl_coefficient=0.0)
     plain = update(batch, (None, None, advantages))
     logprobs = np.asarray(plain[3])
@@ -573,17 +542,17 @@ def test_the_update_corrects_for_the_engine_as_weighted_advantages_do(importance
     assert max(jax.tree.leaves(changes)) > 1e-4
 
 
-def compiled_update(policy, optimizer=OPTIMIZER, num_shards=1, response_tokens=10, rows=8):
+def compiled_update(policy, response_tokens=10):
     """The update of a mini-batch, compiled for shapes alone; bytes of parameters and state."""
-    plan = plan_of({"micro_batch_size": rows}, num_shards)
-    batch = batch_of([(4, response_tokens)] * rows)
+    plan = plan_of(PLANS["all rows at once"])
+    batch = batch_of([(4, response_tokens)] * 8)
     layout = lay_out(batch, plan)
     values = SlotValues(*[np.asarray(take_values(batch.rollout_logprobs, layout.tokens()))] * 5)
     params = policy.shapes()
-    opt_state = jax.eval_shape(optimizer.init, params)
+    opt_state = jax.eval_shape(OPTIMIZER.init, params)
     compiled = update_rows.lower(
         params, opt_state, plan.put((layout.rows, values)), np.int32(layout.num_micro),
-        loss=PolicyLoss(policy, 1.0, Algorithm(grpo, OPTIONS)), optimizer=optimizer,
+        loss=PolicyLoss(policy, 1.0, Algorithm(grpo, OPTIONS)), optimizer=OPTIMIZER,
         prefix="policy",
     ).compile()  # fmt: skip
     donated = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, opt_state)))
@@ -601,12 +570,10 @@ def test_parameters_and_optimiser_state_are_updated_in_place():
 @pytest.mark.slow
 def test_remat_trades_memory_as_its_names_say():
     """Bytes that a micro-batch needs in addition to the parameters, with 8 layers."""
-    temporary = {
-        remat: compiled_update(
-            make_policy(remat=remat, num_layers=8), response_tokens=60
-        )[0].temp_size_in_bytes
-        for remat in models.REMAT_POLICIES
-    }  # fmt: skip
+    temporary = {}
+    for remat in models.REMAT_POLICIES:
+        memory, _ = compiled_update(make_policy(remat=remat, num_layers=8), response_tokens=60)
+        temporary[remat] = memory.temp_size_in_bytes
     assert temporary["full"] < 0.7 * temporary["dots"]
     assert temporary["dots"] < 0.7 * temporary["none"]
 
@@ -615,17 +582,3 @@ def test_rows_split_without_moving_between_shards():
     split = split_rows(jnp.arange(12), 4)
     np.testing.assert_array_equal(split[0], [0, 3, 6, 9])
     assert sorted(itertools.chain(*split.tolist())) == list(range(12))
-
-
-def test_learning_rate_warms_up():
-    optimizer = make_optimizer(
-        learning_rate=1.0, learning_rate_warmup_steps=4, adam_b1=0.9, adam_b2=0.9,
-        weight_decay=0.0, max_grad_norm=1e9,
-    )  # fmt: skip
-    params, gradient = jnp.zeros(1), jnp.ones(1)
-    state, steps = optimizer.init(params), []
-    for _ in range(6):
-        change, state = optimizer.update(gradient, state, params)
-        steps.append(-float(change[0]))
-    # Adam's step for a constant gradient is the rate.
-    np.testing.assert_allclose(steps, [0.25, 0.5, 0.75, 1, 1, 1], rtol=1e-5)

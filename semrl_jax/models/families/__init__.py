@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.modules import load_module, module_names
+from semrl_jax.support.modules import load_module, module_names, running
 
 Fields = Mapping[str, Any]  # of a config.json
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -68,8 +69,7 @@ class Family:
 def find_family(name: str) -> Family:
     """A family by its `model_type`, or by the path of a module that has it as `FAMILY`.
 
-    Raises:
-      UserError: if there is none.
+    Raises UserError if there is none.
     """
     if "." not in name and name not in model_types():
         raise UserError(
@@ -80,6 +80,12 @@ def find_family(name: str) -> Family:
     if not isinstance(family, Family):
         raise UserError(f"model.family={name!r}: FAMILY must be a semrl_jax.models.Family.")
     return family
+
+
+def translated(fields: Fields, translate: Callable[[Fields], Fields]) -> dict[str, Any]:
+    """What a function of a family makes of fields; UserError if a user's function fails."""
+    with running("model.family", inspect.getmodule(translate), translate.__name__):
+        return dict(translate(fields))
 
 
 def model_types() -> tuple[str, ...]:

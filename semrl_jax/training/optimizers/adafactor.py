@@ -9,20 +9,15 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of the optimiser.
+    """Settings of the optimiser."""
 
-    Attributes:
-      decay_exponent: c, above 0; the mean of squares decays by 1 - t^-c in step t.
-      momentum: decay of the mean of the directions, in [0, 1); 0: there is none, and the state has
-        less than 0.1 bytes per parameter.
-      first_moment_dtype: of that mean, "float32" or "bfloat16".
-      min_size_to_factor: an array with two axes of at least this size has means of its rows and
-        columns; any other has a float32 mean per element.
-    """
-
-    decay_exponent: float = 0.8
+    decay_exponent: float = 0.8  # c, above 0; the mean of squares decays by 1 - t^-c in step t
+    # Decay of the mean of the directions, in [0, 1); 0: there is none, and the state has less than
+    # 0.1 bytes per parameter.
     momentum: float = 0.0
-    first_moment_dtype: str = "float32"
+    first_moment_dtype: str = "float32"  # of that mean, "float32" or "bfloat16"
+    # An array with two axes of at least this size has means of its rows and columns; any other has
+    # a float32 mean per element.
     min_size_to_factor: int = 128
 
     def __post_init__(self):

@@ -9,17 +9,11 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of the optimiser.
+    """Settings of the optimiser."""
 
-    Attributes:
-      adam_b1: decay of the mean of gradients.
-      adam_b2: decay of the mean of squared gradients, which is float32.
-      first_moment_dtype: of the mean of gradients, "float32" or "bfloat16".
-    """
-
-    adam_b1: float = 0.9
-    adam_b2: float = 0.999
-    first_moment_dtype: str = "float32"
+    adam_b1: float = 0.9  # decay of the mean of gradients
+    adam_b2: float = 0.999  # decay of the mean of squared gradients, which is float32
+    first_moment_dtype: str = "float32"  # of the mean of gradients, "float32" or "bfloat16"
 
 
 def direction(options: Options) -> optax.GradientTransformation:

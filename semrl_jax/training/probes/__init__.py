@@ -35,62 +35,33 @@ BUILT_IN = (
 
 
 class Tools(NamedTuple):
-    """What `probe(tools)` can use to make a probe.
+    """What `probe(tools)` can use to make a probe."""
 
-    Attributes:
-      config: the config of the run.
-      plan: which passes the run has.
-      peers: the processes of the run.
-      measurer: measures hidden states; None if none are measured.
-      stop: tells that the run is to end.
-    """
-
-    config: ml_collections.ConfigDict
-    plan: PassPlan
-    peers: Peers
-    measurer: Measurer | None
-    stop: StopRequest
+    config: ml_collections.ConfigDict  # of the run
+    plan: PassPlan  # which passes the run has
+    peers: Peers  # the processes of the run
+    measurer: Measurer | None  # measures hidden states; None if none are measured
+    stop: StopRequest  # tells that the run is to end
 
 
 class Seen(NamedTuple):
-    """What probes see of a step.
+    """What probes see of a step."""
 
-    Attributes:
-      step: of the row of the log.
-      scored: B responses with verdicts and metrics, in (group, sample) order.
-      batch: their tokens, in NumPy.
-      tokens: results of the policy's own pass before the update, with the `entropies` and `states`
-        that a probe asked for; None if the step has no such pass.
-      reference_states: final states [T, D] of responses under the reference, by index, in this
-        process; None unless asked for.
-      logprobs: nats, of the policy before the update. None if nothing computes them; in `before`,
-        None also if the update is going to compute them.
-      counted: True on the tokens that `logprobs` has. A batch rule may leave responses out of an
-        update.
-      scalars: for the row of the log, from the probes so far.
-    """
-
-    step: int
-    scored: Scored
-    batch: RolloutBatch
+    step: int  # of the row of the log
+    scored: Scored  # B responses with verdicts and metrics, in (group, sample) order
+    batch: RolloutBatch  # their tokens, in NumPy
+    # Results of the policy's own pass before the update, with the `entropies` and `states` that a
+    # probe asked for; None if the step has no such pass.
     tokens: TokenPass | None = None
+    # Final states [T, D] of responses under the reference, by index, in this process; None unless
+    # asked for.
     reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None = None
+    # Nats, of the policy before the update. None if nothing computes them; in `before`, None also
+    # if the update is going to compute them.
     logprobs: Float[Array | np.ndarray, "B T"] | None = None
+    # True on the tokens that `logprobs` has. A batch rule may leave responses out of an update.
     counted: Bool[np.ndarray, "B T"] | None = None
-    scalars: Mapping[str, float] = {}
-
-    @classmethod
-    def of(
-        cls,
-        step: int,
-        scored: Scored,
-        batch: RolloutBatch,
-        tokens: TokenPass | None,
-        reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
-    ) -> Seen:
-        """Before the update."""
-        logprobs = None if tokens is None else tokens.logprobs
-        return cls(step, scored, batch, tokens, reference_states, logprobs, batch.response_mask)
+    scalars: Mapping[str, float] = {}  # for the row of the log, from the probes so far
 
     def updated(
         self, logprobs: Float[np.ndarray, "B T"] | None, trained: Bool[Array | np.ndarray, "B T"]
@@ -103,8 +74,7 @@ class Seen(NamedTuple):
     def with_metrics(self, metrics: Metrics) -> Seen:
         """Adds metrics: [B] values and validities, or what NumPy makes arrays of.
 
-        Raises:
-          ValueError: if a column has not one entry per response.
+        Raises ValueError if a column has not one entry per response.
         """
         columns = {
             key: Measurement(np.asarray(value), np.asarray(valid, bool))
@@ -176,8 +146,7 @@ def load_probe(name: str) -> ModuleType:
 def load_probes(tools: Tools) -> Probes:
     """The built-in probes that the config asks for, and the user's.
 
-    Raises:
-      UserError: for a user's module that cannot be used.
+    Raises UserError for a user's module that cannot be used.
     """
     found = []
     for name in dict.fromkeys((*BUILT_IN, *tools.config.metrics.probes)):

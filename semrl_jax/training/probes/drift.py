@@ -44,13 +44,8 @@ class Drift(Probe):
 def reference_drift(policy: States, reference: States, peers: Peers) -> dict[str, float]:
     """Means over the responses of `drift` and `linear_cka`.
 
-    Args:
-      policy, reference: states of the same responses, by index: those in this process. A response
-        whose states are not finite is left out.
-      peers: the processes that have the other responses.
-
-    Returns:
-      `drift/{distance,angle,cka}`; nothing if no response is left.
+    A process has the states of some responses, by index. A response whose states are not finite is
+    left out. Returns `drift/{distance,angle,cka}`; nothing if no response is left.
     """
     own = [_of_response(policy[index], reference[index]) for index in sorted(policy)]
     rows = [row for part in peers.gather("drift", own) for row in part if row]

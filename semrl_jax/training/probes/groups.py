@@ -11,13 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from semrl_jax.metrics import (
-    Measurement,
-    MetricKey,
-    elliptical_novelty,
-    lidar,
-    log_determinant,
-)
+from semrl_jax.metrics import Measurement, MetricKey, elliptical_novelty, lidar, log_determinant
 from semrl_jax.metrics.names import FINAL_LAYER, GROUP_INDICATOR
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.probes import Probe, Seen, Tools
@@ -52,10 +46,7 @@ def group_indicators(
     The mean states are divided by their length for `elliptical_novelty` and `log_determinant`. For
     `lidar`, the groups are the classes.
 
-    Args:
-      names: of `metrics.names.GROUP_METRICS`.
-      scored: a batch, ordered by group.
-      layers: of the rows of their mean states.
+    The batch is ordered by group; `layers` are those of its mean states.
 
     Returns:
       The [B] `elliptical_novelty`, which is not valid in a group of one response or with a state

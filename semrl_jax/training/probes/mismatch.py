@@ -65,10 +65,7 @@ def logprob_mismatch(
     at temperature 1. Returns {} if `temperature` is then not 1, or an engine sends no raw
     log-probabilities.
 
-    Args:
-      rollouts: B responses.
-      old_logprobs: nats, from the training model; padding and context may hold anything.
-      temperature, top_p, top_k, annealing: settings of the sampling.
+    The values of `old_logprobs` at padding and context may be anything.
     """
     differs = top_p < 1 or top_k > 0 or annealing is not None
     if differs and temperature != 1:
@@ -91,12 +88,11 @@ def state_differences(
 ) -> dict[str, float]:
     """Relative difference of the hidden states of engine and training model, per token.
 
+    Returns `count`, `sum` and `max` of |ours - theirs| / |ours| over the compared tokens.
+
     Args:
       scored: B responses; those with hidden states are compared.
       states: of the training model, by index of the response; those that this process has.
-
-    Returns:
-      `count`, `sum` and `max` of |ours - theirs| / |ours| over the compared tokens.
     """
     relative = [np.zeros(0)]
     for index, row in states.items():
