@@ -15,9 +15,8 @@ import pytest
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.wire.auth import token_metadata
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
-from tests.rollout.caller import Caller
+from tests.rollout.caller import Caller, make_stub
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript, fake_rollout
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -154,7 +153,7 @@ def world():
 
         def stub(replica, token=TOKEN):
             channel = stack.enter_context(grpc.insecure_channel(replica.address))
-            return rollout_pb2_grpc.RolloutServiceStub(channel), {
+            return make_stub(channel), {
                 "timeout": 10.0,
                 "metadata": token_metadata(token),
             }

@@ -42,6 +42,7 @@ from semrl_jax.types import (
 # 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it
 PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 2
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change
 # the checksum too; only TLS stops that. SHA-256 takes over ten times as long, on both sides.

@@ -19,7 +19,6 @@ from semrl_jax.rollout.client import RolloutClient, remote
 from semrl_jax.rollout.client.dispatch import split_by_group
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import Annealing, HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
 from tests.rollout.conftest import (
@@ -302,37 +301,50 @@ def test_sync_gives_up_at_its_deadline(world):
     assert time.monotonic() - started < 10
 
 
-class DeafReplica(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers Describe, and takes a weight update without ever reading it."""
-
-    def __init__(self):
-        self.released = threading.Event()
-
-    def Describe(self, request, context):
-        description = FakeEngine().describe()
-        return codec.encode_description(
-            dataclasses.replace(description, protocol_major=codec.PROTOCOL_MAJOR, replica_id="deaf")
-        )
-
-    def UpdateWeights(self, request_iterator, context):
-        self.released.wait(10)
-        return pb.UpdateWeightsResponse()
-
-
-def test_replica_that_stops_reading_does_not_hold_up_the_sync(world):
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"stall_timeout_s": 2.0}, "took no chunk for 2 s"),
+        (
+            {"stall_timeout_s": 60.0, "sync_wait_s": 0.4, "share_memory": False},
+            "held up the others for 0.4 s",
+        ),
+    ],
+    ids=["stalled", "slower"],
+)
+def test_a_replica_that_takes_no_bytes_does_not_hold_up_the_others(world, settings, reason):
     specs = (TensorSpec("large", (40, 1 << 18), "float32"),)
-    arrays = [np.zeros((40, 1 << 18), np.float32)]
-    deaf = DeafReplica()
+    released = threading.Event()
+
+    def describe(request, context):
+        description = dataclasses.replace(
+            FakeEngine().describe(), protocol_major=codec.PROTOCOL_MAJOR, replica_id="deaf"
+        )
+        return codec.encode_description(description).SerializeToString()
+
+    def update_without_reading(messages, context):
+        released.wait(10)
+        return b""
+
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(describe),
+        "UpdateWeights": grpc.stream_unary_rpc_method_handler(update_without_reading),
+    }
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(deaf, server)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(codec.SERVICE_NAME, handlers),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     good = world.replica(specs=specs)
-    client = world.client(good, f"127.0.0.1:{port}", stall_timeout_s=2.0)
+    client = world.client(good, f"127.0.0.1:{port}", **settings)
+    began = time.monotonic()
+    arrays = [np.zeros((40, 1 << 18), np.float32)]
     version = client.sync_weights(specs, lambda: arrays, step=0)
-    assert "took no chunk for 2 s" in client.lines[-1]
+    assert time.monotonic() - began < 5.0
+    assert reason in client.lines[-1]
     assert world.caller(good).describe().version == version
-    deaf.released.set()
+    released.set()
     server.stop(0).wait()
 
 

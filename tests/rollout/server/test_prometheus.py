@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.base import EngineDeadError
-from semrl_jax.rollout.server.service import SERVICE_NAME
 from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams

@@ -13,11 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.server.service import SERVICE_NAME
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,
@@ -27,6 +26,7 @@ from semrl_jax.types import (
     WeightVersion,
     manifest_digest,
 )
+from tests.rollout.caller import make_stub
 from tests.rollout.conftest import TOKEN, make_arrays, make_requests, wait_until
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.wire.test_codec import BAD_REQUESTS
@@ -100,7 +100,7 @@ def test_responses_worked_by_hand(world):
 
 def all_calls(channel):
     """Every method the server has, by name, as (callable, request)."""
-    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+    stub = make_stub(channel)
     health = health_pb2_grpc.HealthStub(channel)
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
     query = reflection_pb2.ServerReflectionRequest(list_services="")
