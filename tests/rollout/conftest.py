@@ -73,6 +73,14 @@ def assert_complete(rollouts, requests, sampling, states=None, *, version, hidde
                 np.testing.assert_array_equal(found.astype(np.float32), known.astype(np.float32))
 
 
+def assert_sampled(client, requests, sampling, states=None, *, version, hidden_size=8, **options):
+    """Generates with the client; checks the responses as `assert_complete`, and returns them."""
+    asked = [states] if states is not None else []
+    rollouts = list(client.generate(requests, sampling, *asked, version=version, **options))
+    assert_complete(rollouts, requests, sampling, states, version=version, hidden_size=hidden_size)
+    return rollouts
+
+
 def wait_until(condition, timeout_s=5.0):
     deadline = time.monotonic() + timeout_s
     while not condition():

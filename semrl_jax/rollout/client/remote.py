@@ -10,10 +10,10 @@ import grpc
 
 from semrl_jax.rollout.client.replica import Load, Replica, Responses
 from semrl_jax.rollout.wire import bounds, codec
-from semrl_jax.rollout.wire.auth import is_loopback, token_metadata
+from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.support.addresses import split_address
+from semrl_jax.support.addresses import is_loopback, split_address
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import ReplicaDescription, Rollout
 

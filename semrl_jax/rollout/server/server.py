@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 import signal
@@ -22,10 +23,10 @@ from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import (
     TokenInterceptor,
     check_key,
-    is_loopback,
     read_certificates,
     read_file,
 )
+from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,16 +49,18 @@ _OPTIONS = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class RolloutServer:
     """A service that listens on an address. Made by `serve`; bound to one event loop."""
 
-    def __init__(self, engine, service, server, health_servicer, address, metrics):
-        self.address: str = address  # host:port
-        self._engine: Engine = engine
-        self._service: RolloutService = service
-        self._server: grpc.aio.Server = server
-        self._health: health.aio.HealthServicer = health_servicer
-        self._metrics: MetricsServer | None = metrics
+    address: str  # host:port
+    _engine: Engine
+    _service: RolloutService
+    _server: grpc.aio.Server
+    _health: health.aio.HealthServicer
+    _metrics: MetricsServer | None
+
+    def __post_init__(self):
         self._watch = asyncio.create_task(self._watch_engine())
 
     async def wait(self) -> None:
@@ -163,8 +166,7 @@ async def serve(
     await server.start()
     for name in ("", codec.SERVICE_NAME):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    address = f"{target}:{bound}"
-    return RolloutServer(engine, service, server, health_servicer, address, metrics)
+    return RolloutServer(f"{target}:{bound}", engine, service, server, health_servicer, metrics)
 
 
 def serve_until_signal(
