@@ -146,7 +146,7 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
     from semrl_jax.rollout.building import jax_engine, read_token, vllm_engine
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import check_place, serve_until_signal
-    from semrl_jax.rollout.wire.auth import is_loopback
+    from semrl_jax.support.addresses import is_loopback
 
     if UNTIL_STDIN_CLOSES.value:
         in_background(end_with_stdin)

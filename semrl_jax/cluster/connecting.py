@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from semrl_jax.cluster.links import Listener, is_loopback
+from semrl_jax.cluster.links import Listener
 from semrl_jax.cluster.peers import Channel, Peers, Processes
-from semrl_jax.support.addresses import split_address
+from semrl_jax.support.addresses import is_loopback, split_address
 from semrl_jax.support.rounding import next_power_of_two
 
 KEY_BYTES = 32

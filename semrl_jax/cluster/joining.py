@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 from semrl_jax.cluster.environment import ALONE, Place
-from semrl_jax.cluster.links import is_loopback, listening_socket
+from semrl_jax.cluster.links import listening_socket
 from semrl_jax.cluster.peers import EXIT_PEER_LOST, name_processes
-from semrl_jax.support.addresses import split_address
+from semrl_jax.support.addresses import is_loopback, split_address
 from semrl_jax.support.errors import UserError
 
 GREETING = "semrl_jax/1"

@@ -7,7 +7,6 @@ secret. This module does not load JAX.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import multiprocessing.connection
 import os
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
 
 BACKLOG = 4096
@@ -147,14 +147,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
         )
     return socket.create_server(("", port), backlog=BACKLOG)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address reaches only this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @contextlib.contextmanager

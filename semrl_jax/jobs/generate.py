@@ -135,6 +135,7 @@ def _generate(
             config,
             tokenizer,
             reporter.line,
+            keep_columns=True,
             num_rows=contents.num_prompts,
             needs_answer=bool(verifier),
         )

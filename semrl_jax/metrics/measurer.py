@@ -27,6 +27,7 @@ from semrl_jax.metrics import (
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.metrics.records import Metrics
+from semrl_jax.rollout.wire.codec import num_state_bytes
 from semrl_jax.support.programs import compiled_once
 from semrl_jax.support.rounding import next_power_of_two
 from semrl_jax.types import MetricParams, Rollout
@@ -286,10 +287,10 @@ async def measure_each(
                 if rollout is not None:
                     measured = measurer.submit(rollout.policy_states(-1))
                     pending[asyncio.wrap_future(measured)] = rollout
-                    num_held += _num_bytes(rollout)
+                    num_held += num_state_bytes(rollout)
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)
-                num_held -= _num_bytes(rollout)
+                num_held -= num_state_bytes(rollout)
                 metrics, (mean_state,), ranks = future.result()
                 rollout = dataclasses.replace(
                     rollout, metrics=metrics, mean_state=mean_state, effective_ranks=ranks
@@ -310,12 +311,6 @@ async def measure_each(
 
 async def _next(rollouts: AsyncGenerator[Rollout, None]) -> Rollout | None:
     return await anext(rollouts, None)
-
-
-def _num_bytes(rollout: Rollout) -> int:
-    """Size of the hidden states."""
-    states = rollout.hidden_states, rollout.prompt_states
-    return sum(array.nbytes for array in states if array is not None)
 
 
 def _cancel(group: list[_Waiting]) -> None:

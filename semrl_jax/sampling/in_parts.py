@@ -27,6 +27,11 @@ from semrl_jax.settings.rollout import num_parts, part_tokens
 from semrl_jax.support.clock import Clock
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan
 
+# Fields of a rollout with a row per token, as far as the JAX engine and vLLM fill them.
+ARRAYS = (
+    "response_ids", "rollout_logprobs", "rollout_raw_logprobs", "hidden_states", "response_mask",
+)  # fmt: skip
+
 
 class _Batch(NamedTuple):
     """A batch whose responses are being sampled.
@@ -187,11 +192,10 @@ def joined(before: Rollout, part: Rollout) -> Rollout:
         if spans and spans[-1].version == span.version:
             span = VersionSpan(span.version, spans.pop().start, span.end)
         spans.append(span)
-    arrays = ("response_ids", "rollout_logprobs", "rollout_raw_logprobs", "hidden_states")
     return dataclasses.replace(
         part,
         prompt_ids=before.prompt_ids,
-        **{name: both(name) for name in (*arrays, "response_mask")},
+        **{name: both(name) for name in ARRAYS},
         versions=tuple(spans),
         generate_s=before.generate_s + part.generate_s,
     )
@@ -201,8 +205,7 @@ def stopped(rollout: Rollout, count: int) -> Rollout:
     """The first `count` tokens of a response, the last of which completes a stop string."""
     if count == len(rollout.response_ids) and rollout.finish_reason != "length":
         return rollout
-    arrays = ("response_ids", "rollout_logprobs", "rollout_raw_logprobs", "hidden_states")
-    kept = {name: getattr(rollout, name) for name in (*arrays, "response_mask")}
+    kept = {name: getattr(rollout, name) for name in ARRAYS}
     spans = itertools.takewhile(lambda span: span.start < count, rollout.versions)
     return dataclasses.replace(
         rollout,

@@ -80,7 +80,7 @@ def training_prompts(
         problems = procedural.training_problems(entries, config.seed, count, held_out)
         prompts = _prompts_of_problems(problems, config, tokenizer, config.data.template)
     else:
-        prompts = _prompts_of_files(config, tokenizer, keep_columns=keep_columns, report=report)
+        prompts = prompts_of_files(config, tokenizer, report, keep_columns=keep_columns)
     report(f"{len(prompts)} training prompts")
     return prompts
 
@@ -90,36 +90,20 @@ def prompts_of_files(
     tokenizer: Any,
     report: Callable[[str], None],
     *,
+    keep_columns: bool,
     num_rows: int = 0,
     needs_answer: bool = True,
 ) -> data.PromptDataset:
-    """Prompts of `data.files` with questions and rows, whose responses are not trained on.
+    """Prompts of `data.files`.
 
     Args:
+      keep_columns: whether prompts keep the rows of the files.
       num_rows: at most, over all files; 0 reads all.
       needs_answer: whether a row without an answer is bad.
 
     Raises:
       UserError: for a file, row or template that cannot be used.
     """
-    return _prompts_of_files(
-        config,
-        tokenizer,
-        keep_columns=True,
-        report=report,
-        num_rows=num_rows,
-        needs_answer=needs_answer,
-    )
-
-
-def _prompts_of_files(
-    config: ml_collections.ConfigDict,
-    tokenizer: Any,
-    *,
-    keep_columns: bool,
-    needs_answer: bool = True,
-    **options: Any,
-) -> data.PromptDataset:
     found = _row_settings(config.data)
     template = found.pop("template")
     reader = data.row_reader(**found, keep_columns=keep_columns, needs_answer=needs_answer)
@@ -132,7 +116,8 @@ def _prompts_of_files(
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         skip_bad_rows=config.data.skip_bad_rows,
-        **options,
+        report=report,
+        num_rows=num_rows,
     )
 
 

@@ -171,19 +171,21 @@ def _check_limits(
             f"but algorithms.importance corrects by {level!r}; start a replica from this release, "
             "or set level and level_ahead to 'none'."
         )
-    if config.rollout.annealing.enabled and "annealed" not in replica.sampling_kinds:
-        raise UserError(
-            f"replica {replica.replica_id} ({replica.engine} engine) has no annealed temperature, "
-            "but rollout.annealing.enabled=True; start a replica with the JAX engine of this "
-            "release, or set it to False."
-        )
-    uses_stop_strings = config.rollout.stop_strings or config.evaluation.stop_strings
-    if uses_stop_strings and "stop_strings" not in replica.sampling_kinds:
-        raise UserError(
-            f"replica {replica.replica_id} ({replica.engine} engine) cannot end responses at "
-            "rollout.stop_strings or evaluation.stop_strings; start the replica with this release, "
-            "or leave them empty."
-        )
+    sampling = {
+        "annealed": {"rollout.annealing.enabled": config.rollout.annealing.enabled},
+        "stop_strings": {
+            "rollout.stop_strings": config.rollout.stop_strings,
+            "evaluation.stop_strings": config.evaluation.stop_strings,
+        },
+    }
+    for kind, settings in sampling.items():
+        used = [name for name, value in settings.items() if value]
+        if used and kind not in replica.sampling_kinds:
+            raise UserError(
+                f"replica {replica.replica_id} ({replica.engine} engine) lacks the kind of "
+                f"sampling {kind!r} that {used[0]} asks for; start a replica of this release whose "
+                "engine has it, or leave the setting out."
+            )
 
 
 def _check_measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from semrl_jax.support.errors import UserError
@@ -29,3 +30,12 @@ def split_address(address: str, field: str) -> tuple[str, int]:
             "have 1 to 63 letters."
         ) from None
     return host, int(match[2])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether traffic to this host, with or without brackets, stays on this machine."""
+    host = host.strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

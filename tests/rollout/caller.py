@@ -1,13 +1,30 @@
 """Calls of a replica without the client: what the client never sends, and replies it refuses."""
 
+import types
+
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams
+
+
+def make_stub(channel):
+    """The methods of a replica, as attributes, which take and return messages."""
+    methods = types.SimpleNamespace()
+    for method in pb.DESCRIPTOR.services_by_name["RolloutService"].methods:
+        ends = method.client_streaming, method.server_streaming
+        multi_callable = getattr(channel, "_".join("stream" if e else "unary" for e in ends))
+        call = multi_callable(
+            f"/{codec.SERVICE_NAME}/{method.name}",
+            GetMessageClass(method.input_type).SerializeToString,
+            GetMessageClass(method.output_type).FromString,
+        )
+        setattr(methods, method.name, call)
+    return methods
 
 
 class AnyVersionDecoder(RolloutDecoder):
@@ -22,7 +39,7 @@ class Caller:
 
     def __init__(self, address, token):
         self._channel = grpc.insecure_channel(address)
-        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self._stub = make_stub(self._channel)
         self._options = {"timeout": 60.0, "metadata": token_metadata(token)}
 
     def __enter__(self):

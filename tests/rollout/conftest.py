@@ -15,9 +15,8 @@ import pytest
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.wire.auth import token_metadata
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
-from tests.rollout.caller import Caller
+from tests.rollout.caller import Caller, make_stub
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript, fake_rollout
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,6 +71,14 @@ def assert_complete(rollouts, requests, sampling, states=None, *, version, hidde
             else:
                 assert found.dtype == known.dtype
                 np.testing.assert_array_equal(found.astype(np.float32), known.astype(np.float32))
+
+
+def assert_sampled(client, requests, sampling, states=None, *, version, hidden_size=8, **options):
+    """Generates with the client; checks the responses as `assert_complete`, and returns them."""
+    asked = [states] if states is not None else []
+    rollouts = list(client.generate(requests, sampling, *asked, version=version, **options))
+    assert_complete(rollouts, requests, sampling, states, version=version, hidden_size=hidden_size)
+    return rollouts
 
 
 def wait_until(condition, timeout_s=5.0):
@@ -154,7 +161,7 @@ def world():
 
         def stub(replica, token=TOKEN):
             channel = stack.enter_context(grpc.insecure_channel(replica.address))
-            return rollout_pb2_grpc.RolloutServiceStub(channel), {
+            return make_stub(channel), {
                 "timeout": 10.0,
                 "metadata": token_metadata(token),
             }

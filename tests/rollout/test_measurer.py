@@ -16,7 +16,7 @@ from semrl_jax.metrics import measurer
 from semrl_jax.metrics.records import encode
 from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
 from tests.rollout.client.test_client import sync
-from tests.rollout.conftest import FAKE, assert_complete, make_requests, wait_until
+from tests.rollout.conftest import FAKE, assert_complete, assert_sampled, make_requests, wait_until
 from tests.rollout.fake_engine import FakeScript, fake_rollout
 
 PARAMS = MetricParams(
@@ -99,8 +99,7 @@ def test_states_may_come_beside_metrics(world, sampling):
     version, requests = sync(client), make_requests()
     states = HiddenStateParams((1, -1), "float32")
     params = dataclasses.replace(PARAMS, dtype="float32")
-    rollouts = list(client.generate(requests, sampling, states, version=version, metrics=params))
-    assert_complete(rollouts, requests, sampling, states, version=version)
+    rollouts = assert_sampled(client, requests, sampling, states, version=version, metrics=params)
     for rollout in rollouts:
         of_states = expected_metrics(rollout.hidden_states[:, 1])
         assert encode(rollout.metrics) == pytest.approx(of_states, rel=1e-5, abs=1e-5)
@@ -116,8 +115,7 @@ def test_states_of_prompts_alone_may_come_beside_metrics(world, sampling):
     version, requests = sync(client), make_requests()
     states = HiddenStateParams((-1,), "float32", ("prefill",))
     params = dataclasses.replace(PARAMS, dtype="float32")
-    rollouts = list(client.generate(requests, sampling, states, version=version, metrics=params))
-    assert_complete(rollouts, requests, sampling, states, version=version)
+    rollouts = assert_sampled(client, requests, sampling, states, version=version, metrics=params)
     by_id = {request.sample_id: request for request in requests}
     for rollout in rollouts:
         assert rollout.hidden_states is None

@@ -11,7 +11,7 @@ import pytest
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import SamplingParams
-from tests.rollout.conftest import FAKE, TOKEN, assert_complete, make_arrays, make_requests
+from tests.rollout.conftest import FAKE, TOKEN, assert_sampled, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "security.md"
@@ -50,8 +50,7 @@ def test_a_replica_and_a_client_use_them(made, world):
         client = world.client(replica, tls_ca=f"{made}/authority.pem")
         version = client.sync_weights(FAKE_SPECS, make_arrays, step=0)
         requests, sampling = make_requests(), SamplingParams(16)
-        rollouts = list(client.generate(requests, sampling, version=version))
-        assert_complete(rollouts, requests, sampling, version=version)
+        assert_sampled(client, requests, sampling, version=version)
 
 
 def test_trainers_trust_a_replica_that_is_added_later(made, world):

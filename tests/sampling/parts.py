@@ -4,9 +4,15 @@ from typing import Any
 
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.models import DecoderConfig
 from semrl_jax.sampling.episodes import SingleTurn
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.weights import WeightSync
+
+ARCHITECTURE = DecoderConfig(
+    vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=8,
+)  # fmt: skip
 
 
 def made(kind: type, **parts) -> Any:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from semrl_jax.models import DecoderConfig, tensor_specs
+from semrl_jax.models import tensor_specs
 from semrl_jax.sampling import ahead, opening, replicas
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
@@ -19,13 +19,8 @@ from semrl_jax.training.probes.staleness import staleness
 from semrl_jax.types import VersionSpan, WeightVersion
 from tests.fixtures import make_scored
 from tests.rollout.fake_engine import FakeEngine
-from tests.sampling.parts import made, sampler_of
+from tests.sampling.parts import ARCHITECTURE, made, sampler_of
 from tests.tiny import tiny_config
-
-ARCHITECTURE = DecoderConfig(
-    vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
-    head_dim=8,
-)  # fmt: skip
 
 
 @pytest.fixture

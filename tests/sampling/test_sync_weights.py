@@ -9,7 +9,7 @@ from semrl_jax import models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.support.errors import Preempted
 from semrl_jax.types import WeightVersion
-from tests.sampling.parts import sampler_of
+from tests.sampling.parts import ARCHITECTURE, sampler_of
 from tests.tiny import tiny_config
 
 
@@ -26,12 +26,7 @@ class Client:
 
 @pytest.fixture(scope="module")
 def policy():
-    policy = models.Policy(
-        models.DecoderConfig(
-            vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1,
-            num_kv_heads=1, head_dim=8,
-        )
-    )  # fmt: skip
+    policy = models.Policy(ARCHITECTURE)
     return policy, policy.init(jax.random.key(0))
 
 

@@ -18,7 +18,7 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.sampling.weights import Weights, send_together
 from semrl_jax.support.errors import Preempted
 from semrl_jax.types import SampleRequest, WeightVersion
-from tests.sampling.parts import sampler_of
+from tests.sampling.parts import ARCHITECTURE, sampler_of
 from tests.tiny import tiny_config
 
 VERSION = WeightVersion("run", "attempt", 3, "digest")
@@ -53,12 +53,7 @@ def short():
 
 
 def test_all_attempts_to_send_weights_share_one_deadline(pair, short):
-    policy = models.Policy(
-        models.DecoderConfig(
-            vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1,
-            num_kv_heads=1, head_dim=8,
-        )
-    )  # fmt: skip
+    policy = models.Policy(ARCHITECTURE)
     params, lines = policy.init(jax.random.key(0)), []
     samplers = [
         sampler_of(

@@ -297,10 +297,9 @@ class RolloutClient(contextlib.AbstractContextManager):
         Raises:
           RuntimeError: the deadline passed, no replica serves `version`, a response was aborted for
             the third time, an engine failed again and again, or a reply contradicts the request.
-          UserError, ValueError: a replica refuses the call permanently, or cannot send such states.
+          UserError, ValueError: a replica refuses the call permanently, or does not offer what it
+            asks for.
         """
-        self._check_kinds(hidden_states)
-        self._check_sampling(sampling)
         call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
 
         def restore(replica: Replica, ended: threading.Event, reading: threading.Lock) -> None:
@@ -322,47 +321,6 @@ class RolloutClient(contextlib.AbstractContextManager):
             resync=resync and resync_once,
             restore=restore if read and self._specs else None,
         )
-
-    def _check_kinds(self, hidden_states: HiddenStateParams) -> None:
-        """Refuses kinds or layers of states that a replica lacks."""
-        if not hidden_states.layers:
-            return
-        for replica in self._replicas:
-            described = replica.description
-            for layer in hidden_states.layers if described else ():
-                if layer not in described.layers:
-                    reason = f" ({described.layers_reason})" if described.layers_reason else ""
-                    raise UserError(
-                        f"{replica.name} sends hidden states of layers {list(described.layers)}"
-                        f"{reason}, and layer {layer} was asked for; leave it out, or use an "
-                        "engine that has it."
-                    )
-            known = replica.description.state_kinds if replica.description else hidden_states.kinds
-            for kind in hidden_states.kinds:
-                if kind not in known:
-                    raise UserError(
-                        f"{replica.name} sends hidden states of kinds {list(known)}, and "
-                        f"hidden_states.kinds has {kind!r}; leave it out, or start the replica "
-                        "from this release."
-                    )
-
-    def _check_sampling(self, sampling: SamplingParams) -> None:
-        """Refuses kinds of sampling that a replica of an earlier release would ignore."""
-        for replica in self._replicas:
-            if (description := replica.description) is None:
-                continue
-            if sampling.annealing and "annealed" not in description.sampling_kinds:
-                raise UserError(
-                    f"{replica.name} has no annealed temperature ({description.engine} "
-                    "engine); leave sampling.annealing out, or start a replica with the JAX "
-                    "engine of this release."
-                )
-            if sampling.stop_strings and "stop_strings" not in description.sampling_kinds:
-                raise UserError(
-                    f"{replica.name} cannot end responses at stop strings ({description.engine} "
-                    "engine); leave sampling.stop_strings out, or start a replica from this "
-                    "release."
-                )
 
     def _await_replica(self, replica: Replica, deadline: float) -> None:
         last_report = started = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import queue
@@ -75,10 +76,8 @@ def dispatch(
     dispatcher = _Dispatcher(
         call, replicas, counters, waits, client_closed, groups_per_call, resync, restore
     )
-    try:
+    with contextlib.closing(dispatcher):
         yield from dispatcher.run()
-    finally:
-        dispatcher.close()
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,25 +94,25 @@ class _Unit:
     is_again: bool = False
 
 
+@dataclasses.dataclass(eq=False)
 class _Dispatcher:
     """Hands out units to free replicas; others take over those of a replica that fails.
 
     Without `groups_per_call`, every replica gets one unit of an equal part of the requests.
     """
 
-    def __init__(
-        self, call, replicas, counters, waits, client_closed, groups_per_call, resync, restore
-    ):
-        self._call: GenerateCall = call
-        self._find_replicas: Callable[[], Sequence[Replica]] = replicas
-        self._counters: Counters = counters
-        self._waits: Waits = waits
-        self._client_closed: threading.Event = client_closed
-        self._groups_per_call: int = groups_per_call
-        self._resync: Callable[[], WeightVersion] | None = resync
-        self._restore = restore
-        self._pending = {request.sample_id for request in call.requests}
-        if len(self._pending) < len(call.requests):
+    _call: GenerateCall
+    _find_replicas: Callable[[], Sequence[Replica]]
+    _counters: Counters
+    _waits: Waits
+    _client_closed: threading.Event
+    _groups_per_call: int
+    _resync: Callable[[], WeightVersion] | None
+    _restore: Callable[[Replica, threading.Event, threading.Lock], None] | None
+
+    def __post_init__(self):
+        self._pending = {request.sample_id for request in self._call.requests}
+        if len(self._pending) < len(self._call.requests):
             raise ValueError("requests: sample ids must be unique in a call.")
         self._queue: collections.deque[_Unit] = collections.deque()
         self._backlog: list[SampleRequest] = []  # without groups_per_call: to be divided
@@ -129,7 +128,7 @@ class _Dispatcher:
         self._closed = threading.Event()
         self._num_engine_failures = 0
         self._num_aborts: collections.Counter[str] = collections.Counter()
-        self._deadline = time.monotonic() + waits.generate_timeout_s
+        self._deadline = time.monotonic() + self._waits.generate_timeout_s
 
     def run(self) -> Iterator[Rollout]:
         self._divide()

@@ -153,8 +153,7 @@ class LocalResponses(Responses):
                 self._loop.call_soon_threadsafe(self._room.release)
             codec.check_values(item)
             self.num_bytes.update(codec.num_bytes(item))
-            for states in (item.hidden_states, item.prompt_states):
-                self.num_bytes["state_bytes"] += 0 if states is None else states.nbytes
+            self.num_bytes["state_bytes"] += codec.num_state_bytes(item)
             yield item
         _result(item, "Generate")
 

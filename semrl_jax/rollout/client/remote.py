@@ -10,10 +10,10 @@ import grpc
 
 from semrl_jax.rollout.client.replica import Load, Replica, Responses
 from semrl_jax.rollout.wire import bounds, codec
-from semrl_jax.rollout.wire.auth import is_loopback, token_metadata
+from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.support.addresses import split_address
+from semrl_jax.support.addresses import is_loopback, split_address
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import ReplicaDescription, Rollout
 
@@ -29,7 +29,6 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds deadlines up
 _MAX_PROGRAM = 100  # characters kept of the program that a replica compiles
 _CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
@@ -55,12 +54,13 @@ class RemoteReplica(Replica):
                 "authority."
             )
         # Replies stay bytes, so that what is no message gets our error, and chunks are not copied.
-        self._describe = self._channel.unary_unary(f"/{_SERVICE}/Describe")
+        self._describe = self._channel.unary_unary(f"/{codec.SERVICE_NAME}/Describe")
         self._generate = self._channel.unary_stream(
-            f"/{_SERVICE}/Generate", request_serializer=pb.GenerateRequest.SerializeToString
+            f"/{codec.SERVICE_NAME}/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
         )
         # Takes serialised messages: one update goes to several replicas.
-        self._update_weights = self._channel.stream_unary(f"/{_SERVICE}/UpdateWeights")
+        self._update_weights = self._channel.stream_unary(f"/{codec.SERVICE_NAME}/UpdateWeights")
 
     def describe(
         self, timeout_s: float, memory: pb.SharedMemory | None = None

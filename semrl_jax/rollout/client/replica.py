@@ -239,11 +239,7 @@ class Replica(abc.ABC):
         self.error, self.retry_at, self._num_failures = "", 0.0, 0
 
 
-_FATAL = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.UNIMPLEMENTED,
-}
+_FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 _TOO_MANY_CALLS = "Concurrent RPC limit exceeded!"  # gRPC's own text
 
 
@@ -260,6 +256,8 @@ def fatal_error(replica: Replica, error: grpc.RpcError) -> Exception | None:
         )
     if code == grpc.StatusCode.PERMISSION_DENIED:
         return UserError(f"{replica.name}: {details}")
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return UserError(f"{replica.name} does not offer what the call asks for: {details}")
     if code == grpc.StatusCode.OUT_OF_RANGE:  # weights that are not finite
         return RuntimeError(f"{replica.name} refuses the weights: {details}")
     if code in _FATAL:

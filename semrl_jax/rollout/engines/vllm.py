@@ -44,6 +44,7 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
+MAX_PROMPTS = 65_536  # responses of a call
 EXTENSION = "semrl_vllm.extension.RolloutExtension"
 CHECK_PROMPT_TOKENS = 5
 CHECK_TOKENS = 8
@@ -104,8 +105,6 @@ class VllmModel:
 class VllmEngine(Engine):
     """vLLM's asynchronous engine. `start` starts its processes, on the server's event loop.
 
-    `max_prompts` limits the responses of a call.
-
     Attributes:
       start_s: seconds that each part of `start` took, by name.
 
@@ -119,7 +118,6 @@ class VllmEngine(Engine):
         model: VllmModel,
         settings: VllmSettings,
         *,
-        max_prompts: int = 65_536,
         max_prompt_tokens: int = 4096,
         max_response_tokens: int = 32_768,
     ):
@@ -137,7 +135,7 @@ class VllmEngine(Engine):
             state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling",),
             sampling_kinds=() if model.tokens is None else ("stop_strings",),
-            max_prompts=max_prompts,
+            max_prompts=MAX_PROMPTS,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
             calls_at_once=CALLS_AT_ONCE,

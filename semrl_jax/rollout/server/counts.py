@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from semrl_jax.rollout.wire.codec import BYTES_ARRAYS
+from semrl_jax.rollout.wire import codec
 from semrl_jax.types import FINISH_REASONS, Rollout
 
 
@@ -52,11 +52,5 @@ class Counts:
         """Counts a response that was sent."""
         self.responses[rollout.finish_reason] += 1
         self.response_tokens += int(rollout.response_mask.sum())
-        sent = self.sent_bytes
-        sent["tokens"] += rollout.response_ids.nbytes
-        for array in BYTES_ARRAYS:
-            values = getattr(rollout, array.name)
-            if not array.is_left_out(values):
-                sent["tokens"] += values.nbytes
-        for states in (rollout.hidden_states, rollout.prompt_states):
-            sent["states"] += 0 if states is None else states.nbytes
+        self.sent_bytes["tokens"] += codec.num_bytes(rollout)["token_bytes"]
+        self.sent_bytes["states"] += codec.num_state_bytes(rollout)

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from semrl_jax.rollout.engines.base import EngineDeadError
 from semrl_jax.rollout.wire import bounds, codec
-from semrl_jax.rollout.wire.codec import LimitExceeded
+from semrl_jax.rollout.wire.codec import LimitExceeded, NotOffered
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ def refused_if_invalid() -> Iterator[None]:
         yield
     except LimitExceeded as error:
         raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+    except NotOffered as error:
+        raise Refused(grpc.StatusCode.UNIMPLEMENTED, str(error)) from None
     except ValueError as error:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 import signal
@@ -17,16 +18,15 @@ from grpc_reflection.v1alpha import reflection
 
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.server.guard import Guard
-from semrl_jax.rollout.server.service import SERVICE_NAME, RolloutService
+from semrl_jax.rollout.server.service import RolloutService
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import (
     TokenInterceptor,
     check_key,
-    is_loopback,
     read_certificates,
     read_file,
 )
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
+from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,16 +49,18 @@ _OPTIONS = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class RolloutServer:
     """A service that listens on an address. Made by `serve`; bound to one event loop."""
 
-    def __init__(self, engine, service, server, health_servicer, address, metrics):
-        self.address: str = address  # host:port
-        self._engine: Engine = engine
-        self._service: RolloutService = service
-        self._server: grpc.aio.Server = server
-        self._health: health.aio.HealthServicer = health_servicer
-        self._metrics: MetricsServer | None = metrics
+    address: str  # host:port
+    _engine: Engine
+    _service: RolloutService
+    _server: grpc.aio.Server
+    _health: health.aio.HealthServicer
+    _metrics: MetricsServer | None
+
+    def __post_init__(self):
         self._watch = asyncio.create_task(self._watch_engine())
 
     async def wait(self) -> None:
@@ -86,7 +88,7 @@ class RolloutServer:
                 dead.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(dead.wait(), _CHECK_S)
-        for name in ("", SERVICE_NAME):
+        for name in ("", codec.SERVICE_NAME):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
@@ -149,9 +151,9 @@ async def serve(
         options=_OPTIONS,
         maximum_concurrent_rpcs=max_calls,
     )
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
+    server.add_generic_rpc_handlers((_handlers(service),))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (codec.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     target = f"[{host}]" if ":" in host else host
     try:
@@ -162,10 +164,9 @@ async def serve(
     except RuntimeError as error:
         raise UserError(f"cannot listen on {target}:{port}: {error}") from error
     await server.start()
-    for name in ("", SERVICE_NAME):
+    for name in ("", codec.SERVICE_NAME):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    address = f"{target}:{bound}"
-    return RolloutServer(engine, service, server, health_servicer, address, metrics)
+    return RolloutServer(f"{target}:{bound}", engine, service, server, health_servicer, metrics)
 
 
 def serve_until_signal(
@@ -220,6 +221,19 @@ def check_place(
                 "tls_certificate and tls_key to PEM files, or take 127.0.0.1."
             )
         _check_port("metrics_port", _plain(metrics_host), metrics_port)
+
+
+def _handlers(service: RolloutService) -> grpc.GenericRpcHandler:
+    """The service's methods; `Guard` parses their requests and serialises their replies."""
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(service.Describe),
+        "Generate": grpc.unary_stream_rpc_method_handler(service.Generate),
+        "UpdateWeights": grpc.stream_unary_rpc_method_handler(service.UpdateWeights),
+        "Pause": grpc.unary_unary_rpc_method_handler(service.Pause),
+        "Resume": grpc.unary_unary_rpc_method_handler(service.Resume),
+        "Abort": grpc.unary_unary_rpc_method_handler(service.Abort),
+    }
+    return grpc.method_handlers_generic_handler(codec.SERVICE_NAME, handlers)
 
 
 def _plain(host: str) -> str:

@@ -24,7 +24,6 @@ from semrl_jax.rollout.server.guard import Refused, refused_if_invalid
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.memory import layout, open_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
@@ -38,10 +37,8 @@ from semrl_jax.types import (
 
 _log = logging.getLogger(__name__)
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
-
-class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+class RolloutService:
     """Serves one engine; bound to one event loop.
 
     A Generate call starts only if the replica serves exactly the weights that the call names. While
@@ -103,7 +100,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def request_readers(self) -> dict[str, bounds.Reader]:
         """The reader of each method's requests, by the method's path."""
         readers = bounds.request_readers(self._limits, self._engine.expected_tensors())
-        return {f"/{SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
+        return {f"/{codec.SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
 
     def describe(self) -> ReplicaDescription:
         """What the replica is, serves and compiles now."""

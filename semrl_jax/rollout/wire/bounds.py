@@ -17,7 +17,6 @@ from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import ReplicaDescription, TensorSpec
 
 _SMALL_BYTES = 4096  # limit of a message that carries no arrays or prompts
-_FIELD_2 = 2 << 3 | 2  # tag of a chunk in its message, and of the data in the chunk
 _FIRST_FIELD = {pb.TensorChunk: 1 << 3, pb.StateChunk: 1 << 3 | 2}  # tags: tensor_index, sample_id
 
 
@@ -109,7 +108,7 @@ def _chunk_of(kind: type[Message], data: bytes) -> codec.Chunk | None:
             value, end = _varint(data, start + 1)
             end += value if kind is pb.StateChunk else 0
         data_size, data_start = _varint(data, end + 1)
-        is_chunk = data[0] == data[end] == _FIELD_2
+        is_chunk = data[0] == data[end] == codec.FIELD_2[0]
     except IndexError:
         return None
     if not is_chunk or not start + size == data_start + data_size == len(data):

@@ -42,6 +42,7 @@ from semrl_jax.types import (
 # 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it
 PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 2
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change
 # the checksum too; only TLS stops that. SHA-256 takes over ten times as long, on both sides.
@@ -58,7 +59,7 @@ MAX_END_TOKENS = 1024  # eos token ids, and as many stop token ids
 MAX_ENTRIES = 4096  # of a list of numbers or names
 MAX_QUOTE = 200  # characters quoted from a wrong message
 _SPARE_ENTRIES = 16
-_CHUNK_DATA = 2 << 3 | 2  # field 2, bytes
+FIELD_2 = bytes([2 << 3 | 2])  # tag of a chunk in its message, and of the data in the chunk
 
 # The field of each kind of states, in a rollout and in a message; in the order of their chunks.
 STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
@@ -69,6 +70,10 @@ WEIGHT_DTYPES = {**STATE_DTYPES, "float16": np.dtype(np.float16)}
 
 class LimitExceeded(ValueError):
     """A well-formed request that is larger than the replica admits."""
+
+
+class NotOffered(ValueError):
+    """A well-formed request for what the replica does not have."""
 
 
 class GenerateCall(NamedTuple):
@@ -208,6 +213,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
 
     Raises:
       LimitExceeded: there are more samples or longer prompts than the replica admits.
+      NotOffered: the replica lacks a layer, metric or kind of sampling.
       ValueError: another part of the request is invalid.
     """
     version = decode_version(message.version)
@@ -271,6 +277,12 @@ def num_bytes(rollout: Rollout) -> collections.Counter[str]:
         names = encode(rollout.metrics)
         found["metric_bytes"] += rollout.mean_state.nbytes + sum(map(len, names)) + 4 * len(names)
     return found
+
+
+def num_state_bytes(rollout: Rollout) -> int:
+    """Size of the hidden states of a response."""
+    states = (getattr(rollout, field) for field in STATE_FIELDS.values())
+    return sum(array.nbytes for array in states if array is not None)
 
 
 def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
@@ -502,19 +514,20 @@ class RolloutDecoder:
 
 def encode_tensor_chunk(tensor_index: int, data: UInt8[np.ndarray, " bytes"]) -> bytes:
     """A serialised UpdateWeightsRequest; protobuf would copy the data three times."""
-    return _encode_chunk(2, pb.TensorChunk(tensor_index=tensor_index).SerializeToString(), data)
+    return _encode_chunk(pb.TensorChunk(tensor_index=tensor_index), data)
 
 
 def encode_state_chunk(sample_id: str, data: UInt8[np.ndarray, " bytes"]) -> bytes:
     """A serialised GenerateResponse."""
-    return _encode_chunk(2, pb.StateChunk(sample_id=sample_id).SerializeToString(), data)
+    return _encode_chunk(pb.StateChunk(sample_id=sample_id), data)
 
 
-def _encode_chunk(payload: int, others: bytes, data: UInt8[np.ndarray, " bytes"]) -> bytes:
-    """A message with a chunk in field `payload`, whose data are field 2 of the chunk."""
-    head = b"".join((others, bytes([_CHUNK_DATA]), _varint(len(data))))
-    size = _varint(len(head) + len(data))
-    return b"".join((bytes([payload << 3 | 2]), size, head, data.data))
+def _encode_chunk(
+    others: pb.TensorChunk | pb.StateChunk, data: UInt8[np.ndarray, " bytes"]
+) -> bytes:
+    """A message with a chunk, which has the other fields, then the data."""
+    head = b"".join((others.SerializeToString(), FIELD_2, _varint(len(data))))
+    return b"".join((FIELD_2, _varint(len(head) + len(data)), head, data.data))
 
 
 def _varint(value: int) -> bytes:
@@ -729,7 +742,10 @@ def _check_choice(field: str, values: Sequence, known: Sequence, reason: str = "
         raise ValueError(f"{field} has {len(values)} entries; the replica has {len(known)}.")
     for value in values:
         if value not in known:
-            raise ValueError(f"{field} has {quoted(value)}; the replica has {list(known)}{reason}.")
+            raise NotOffered(
+                f"{field} has {quoted(value)}; the replica has {list(known)}{reason}. Leave it "
+                "out, or start a replica that has it."
+            )
     if len(set(values)) < len(values):
         raise ValueError(f"{field}={quoted(values)} has an entry twice.")
 

@@ -54,29 +54,20 @@ def test_it_listens_with_a_token_and_ends_when_closed(tmp_path):
 
 
 def test_it_is_started_again_at_the_same_address(tmp_path):
+    """Nobody else is given its port before it listens: vLLM needs up to a minute for that."""
     log, lines = tmp_path / "log.txt", []
     with ChildReplica(
         command(SERVER), directory=tmp_path, log=log, progress=lines.append
     ) as replica:
         first, address = pid_of(log), replica.address
         os.kill(first, signal.SIGKILL)
+        until(lambda: not is_running(first))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", int(address.split(":")[1])))
         until(lambda: log.read_text().count("token") == 2)
         assert replica.address == address and is_running(pid_of(log)) and pid_of(log) != first
     assert "ended with code -9; started again" in lines[0]
     assert not is_running(pid_of(log))
-
-
-def test_nobody_else_is_given_its_port_before_it_listens(tmp_path):
-    """vLLM needs up to a minute until it listens; a child that was killed is started again."""
-    log, lines = tmp_path / "log.txt", []
-    with ChildReplica(
-        command(SERVER), directory=tmp_path, log=log, progress=lines.append
-    ) as replica:
-        os.kill(pid_of(log), signal.SIGKILL)
-        until(lambda: not is_running(pid_of(log)))
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", int(replica.address.split(":")[1])))
-        until(lambda: log.read_text().count("token") == 2)
 
 
 def test_it_ends_when_its_parent_is_killed(tmp_path):

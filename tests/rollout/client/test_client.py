@@ -19,13 +19,13 @@ from semrl_jax.rollout.client import RolloutClient, remote
 from semrl_jax.rollout.client.dispatch import split_by_group
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import Annealing, HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
     assert_complete,
+    assert_sampled,
     make_arrays,
     make_requests,
     modules_of,
@@ -54,36 +54,22 @@ def test_connect_returns_descriptions(world):
     assert client.lines == []
 
 
-def test_kinds_of_states_that_a_replica_of_an_earlier_release_does_not_know(world):
-    """It would send only the kinds it knows, and the call would fail on its first response."""
+@pytest.mark.parametrize(
+    ("sampling", "states", "reason"),
+    [
+        ({}, HiddenStateParams((-1, 999)), r"hidden_states.layers has 999; the replica has \[-1, "),
+        ({}, HiddenStateParams((-1,), kinds=("later",)), "hidden_states.kinds has 'later'"),
+        ({"annealing": Annealing(1.2, 0.1, 10, 25.0)}, HiddenStateParams(), "has 'annealed'"),
+        ({"stop_strings": ("user",)}, HiddenStateParams(), "has 'stop_strings'"),
+    ],
+)
+def test_what_a_replica_does_not_offer_is_a_mistake_of_the_user(world, sampling, states, reason):
     client = world.client(world.replica(), world.replica())
-    old = client._replicas[1]
-    old.description = dataclasses.replace(old.description, state_kinds=("decode",))
-    version, requests, sampling = sync(client), make_requests(), SamplingParams(16)
-    both = HiddenStateParams((-1,), "float32", ("decode", "prefill"))
-    with pytest.raises(UserError, match=rf"{old.name} .*kinds \['decode'\], .* has 'prefill'"):
-        client.generate(requests, sampling, both, version=version)
-    states = HiddenStateParams((-1,), "float32")
-    rollouts = list(client.generate(requests, sampling, states, version=version))
-    assert_complete(rollouts, requests, sampling, states, version=version)
-    inner = HiddenStateParams((-1, 999), "float32")
-    with pytest.raises(UserError, match=r"sends hidden states of layers .*, and layer 999 was"):
-        client.generate(requests, sampling, inner, version=version)
-
-
-def test_a_replica_that_would_ignore_the_annealing_is_not_asked(world):
-    """One of an earlier release skips the field, and would sample at one temperature."""
-    client = world.client(world.replica())
-    annealed = SamplingParams(16, annealing=Annealing(1.2, 0.1, 10, 25.0))
-    with pytest.raises(UserError, match=r"has no annealed temperature \(fake engine\); leave"):
-        client.generate(make_requests(), annealed, version=sync(client))
-
-
-def test_a_replica_that_would_ignore_stop_strings_is_not_asked(world):
-    client = world.client(world.replica())
-    stopping = SamplingParams(16, stop_strings=("user",))
-    with pytest.raises(UserError, match=r"cannot end responses at stop strings \(fake engine\)"):
-        client.generate(make_requests(), stopping, version=sync(client))
+    version, requests = sync(client), make_requests()
+    with pytest.raises(UserError, match=f"does not offer .*{reason}.*Leave it out") as caught:
+        list(client.generate(requests, SamplingParams(16, **sampling), states, version=version))
+    assert "\n" not in str(caught.value)
+    assert_sampled(client, requests, SamplingParams(16), version=version)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +257,7 @@ def test_replica_that_fails_an_update_is_set_aside_until_the_next(world):
     version = sync(client)
     assert f"{bad.address} is set aside until the next sync" in client.lines[-1]
     requests, sampling = make_requests(), SamplingParams(16)
-    rollouts = list(client.generate(requests, sampling, version=version))
-    assert_complete(rollouts, requests, sampling, version=version)
+    assert_sampled(client, requests, sampling, version=version)
     assert (good.engine.num_yielded, bad.engine.num_yielded) == (8, 0)
     assert client.counters["replica_failures"] == 1
     bad.engine.script.fail_commit = False
@@ -302,37 +287,50 @@ def test_sync_gives_up_at_its_deadline(world):
     assert time.monotonic() - started < 10
 
 
-class DeafReplica(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers Describe, and takes a weight update without ever reading it."""
-
-    def __init__(self):
-        self.released = threading.Event()
-
-    def Describe(self, request, context):
-        description = FakeEngine().describe()
-        return codec.encode_description(
-            dataclasses.replace(description, protocol_major=codec.PROTOCOL_MAJOR, replica_id="deaf")
-        )
-
-    def UpdateWeights(self, request_iterator, context):
-        self.released.wait(10)
-        return pb.UpdateWeightsResponse()
-
-
-def test_replica_that_stops_reading_does_not_hold_up_the_sync(world):
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"stall_timeout_s": 2.0}, "took no chunk for 2 s"),
+        (
+            {"stall_timeout_s": 60.0, "sync_wait_s": 0.4, "share_memory": False},
+            "held up the others for 0.4 s",
+        ),
+    ],
+    ids=["stalled", "slower"],
+)
+def test_a_replica_that_takes_no_bytes_does_not_hold_up_the_others(world, settings, reason):
     specs = (TensorSpec("large", (40, 1 << 18), "float32"),)
-    arrays = [np.zeros((40, 1 << 18), np.float32)]
-    deaf = DeafReplica()
+    released = threading.Event()
+
+    def describe(request, context):
+        description = dataclasses.replace(
+            FakeEngine().describe(), protocol_major=codec.PROTOCOL_MAJOR, replica_id="deaf"
+        )
+        return codec.encode_description(description).SerializeToString()
+
+    def update_without_reading(messages, context):
+        released.wait(10)
+        return b""
+
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(describe),
+        "UpdateWeights": grpc.stream_unary_rpc_method_handler(update_without_reading),
+    }
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(deaf, server)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(codec.SERVICE_NAME, handlers),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     good = world.replica(specs=specs)
-    client = world.client(good, f"127.0.0.1:{port}", stall_timeout_s=2.0)
+    client = world.client(good, f"127.0.0.1:{port}", **settings)
+    began = time.monotonic()
+    arrays = [np.zeros((40, 1 << 18), np.float32)]
     version = client.sync_weights(specs, lambda: arrays, step=0)
-    assert "took no chunk for 2 s" in client.lines[-1]
+    assert time.monotonic() - began < 5.0
+    assert reason in client.lines[-1]
     assert world.caller(good).describe().version == version
-    deaf.released.set()
+    released.set()
     server.stop(0).wait()
 
 
@@ -355,8 +353,7 @@ def test_every_response_once(world, num_replicas, backwards):
     requests = make_requests(10, 3)
     sampling = SamplingParams(16, eos_token_ids=(9,), stop_token_ids=(14,))
     states = HiddenStateParams((-1, 2), "bfloat16")
-    rollouts = list(client.generate(requests, sampling, states, version=version))
-    assert_complete(rollouts, requests, sampling, states, version=version)
+    rollouts = assert_sampled(client, requests, sampling, states, version=version)
     assert {r.finish_reason for r in rollouts} == {"eos", "stop", "length"}
     assert len({r.replica_id for r in rollouts}) == num_replicas
     counters = client.counters
@@ -394,8 +391,7 @@ def test_two_calls_at_once(world):
 
     def generate(seed):
         requests = make_requests(first_seed=seed)
-        rollouts = list(client.generate(requests, sampling, version=version))
-        assert_complete(rollouts, requests, sampling, version=version)
+        assert_sampled(client, requests, sampling, version=version)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(generate, [0, 100]))
@@ -462,8 +458,7 @@ def test_restarted_replica_is_refused_until_synced(world, start_process, resyncs
         with pytest.raises(RuntimeError, match=r"serves weights None.*sync weights first"):
             received += rollouts
         assert sync(client) == version
-        again = list(client.generate(requests, sampling, version=version))
-        assert_complete(again, requests, sampling, version=version)
+        assert_sampled(client, requests, sampling, version=version)
 
 
 def test_hung_replica_is_given_up(world):
@@ -471,8 +466,7 @@ def test_hung_replica_is_given_up(world):
     client = world.client(hung, world.replica(), stall_timeout_s=1.0, progress_every_s=0.1)
     version = sync(client)
     requests, sampling = make_requests(), SamplingParams(16)
-    rollouts = list(client.generate(requests, sampling, version=version))
-    assert_complete(rollouts, requests, sampling, version=version)
+    assert_sampled(client, requests, sampling, version=version)
     assert client.counters["retries"] == 2
     assert any(f"{hung.address} is set aside (no message for 1" in line for line in client.lines)
     assert any("waiting for 2 responses from" in line for line in client.lines)
@@ -495,8 +489,7 @@ def test_a_trainer_that_was_stopped_does_not_blame_its_replica(world, monkeypatc
 
     monkeypatch.setattr(queue.Queue, "get", get_and_stop)
     requests, sampling = make_requests(1, 1), SamplingParams(16)
-    rollouts = list(client.generate(requests, sampling, version=version))
-    assert_complete(rollouts, requests, sampling, version=version)
+    assert_sampled(client, requests, sampling, version=version)
     assert stopped and client.counters["replica_failures"] == 0
 
 
@@ -542,8 +535,7 @@ def test_late_duplicate_is_dropped_and_counted(world, monkeypatch):
         return original(self, item, *args, **kwargs)
 
     monkeypatch.setattr(queue.Queue, "put", put)
-    rollouts = list(client.generate(requests, sampling, version=version))
-    assert_complete(rollouts, requests, sampling, version=version)
+    assert_sampled(client, requests, sampling, version=version)
     assert client.counters["duplicates"] == 1
     assert client.counters["responses"] == 4
 
@@ -669,8 +661,7 @@ def test_a_paused_replica_is_tried_again_until_it_is_resumed(world):
     version, requests, sampling = sync(client), make_requests(), SamplingParams(16)
     caller.pause()
     threading.Timer(0.3, caller.resume).start()
-    rollouts = list(client.generate(requests, sampling, version=version))
-    assert_complete(rollouts, requests, sampling, version=version)
+    assert_sampled(client, requests, sampling, version=version)
     assert any("paused" in line for line in client.lines)
 
 
@@ -731,8 +722,7 @@ def test_an_aborted_response_of_a_call_that_fails_is_asked_for_once(world):
     client = world.client(replica)
     abort_first(replica.engine, 2, fail=True)
     requests, sampling, version = make_requests(), SamplingParams(16), sync(client)
-    rollouts = list(client.generate(requests, sampling, version=version))
-    assert_complete(rollouts, requests, sampling, version=version)
+    assert_sampled(client, requests, sampling, version=version)
     assert (client.counters["aborted"], client.counters["retries"]) == (2, 16)
 
 

@@ -21,7 +21,13 @@ from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.engines.vllm import _Staging
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
-from tests.rollout.conftest import TOKEN, assert_complete, make_arrays, make_requests
+from tests.rollout.conftest import (
+    TOKEN,
+    assert_complete,
+    assert_sampled,
+    make_arrays,
+    make_requests,
+)
 from tests.rollout.engines.responses import make_requests as jax_requests
 from tests.rollout.engines.test_jax import CONFIG
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
@@ -112,8 +118,7 @@ def test_states_that_are_cut_off_arrive_in_another_call(world, behind, position)
     version = sync(client, specs=FAKE_SPECS)
     requests = long_requests(4)
     proxy.down.num_bytes, proxy.down.cut_after = 0, int(position * 400 * 3584 * 4)
-    rollouts = list(client.generate(requests, SAMPLING, STATES, version=version))
-    assert_complete(rollouts, requests, SAMPLING, STATES, version=version, hidden_size=3584)
+    assert_sampled(client, requests, SAMPLING, STATES, version=version, hidden_size=3584)
     counters = client.counters
     assert (proxy.down.num_faults, counters["replica_failures"]) == (1, 1)
     assert counters["responses"] == 4
@@ -130,8 +135,7 @@ def test_corrupt_bytes_of_a_response_end_a_connection_with_tls(world, tmp_path):
         version = sync(client, specs=FAKE_SPECS)
         requests = long_requests(2)
         proxy.down.num_bytes, proxy.down.flip_at = 0, 3_000_000
-        rollouts = list(client.generate(requests, SAMPLING, STATES, version=version))
-        assert_complete(rollouts, requests, SAMPLING, STATES, version=version, hidden_size=3584)
+        assert_sampled(client, requests, SAMPLING, STATES, version=version, hidden_size=3584)
         assert (proxy.down.num_faults, client.counters["replica_failures"]) == (1, 1)
 
 
@@ -193,8 +197,7 @@ def test_replica_that_was_stopped_and_continues(world, start_process):
     assert any(f"{address} is set aside (no message for" in line for line in client.lines)
     new = sync(client, step=1, value=2.0, specs=FAKE_SPECS)
     assert world.caller(_at(address)).describe().version == new
-    rollouts = list(client.generate(requests, sampling, version=new))
-    assert_complete(rollouts, requests, sampling, version=new)
+    assert_sampled(client, requests, sampling, version=new)
 
 
 def _at(address):

@@ -23,6 +23,7 @@ from tests.rollout.conftest import (
     FAKE,
     TOKEN,
     assert_complete,
+    assert_sampled,
     make_arrays,
     make_requests,
     wait_until,
@@ -126,8 +127,7 @@ def test_it_serves_the_version_of_its_last_weights(local):
     old, new = sync(client), sync(client, 2.0, step=1)
     np.testing.assert_array_equal(client.engine.weights["norm.weight"], make_arrays(2.0)[1])
     assert (old.step, new.step, new.digest) == (0, 1, "")
-    rollouts = list(client.generate(make_requests(), SAMPLING, version=new))
-    assert_complete(rollouts, make_requests(), SAMPLING, version=new)
+    assert_sampled(client, make_requests(), SAMPLING, version=new)
     with pytest.raises(RuntimeError, match="no replica serves weights run/attempt/0/"):
         list(client.generate(make_requests(), SAMPLING, version=old))
 
@@ -172,8 +172,7 @@ def test_weights_that_cannot_be_used(local):
     with pytest.raises(KeyError):
         client.sync_weights(FAKE_SPECS, unreadable, step=1)
     wait_until(lambda: not client.engine.is_staging)
-    rollouts = list(client.generate(make_requests(), SAMPLING, version=version))
-    assert_complete(rollouts, make_requests(), SAMPLING, version=version)
+    assert_sampled(client, make_requests(), SAMPLING, version=version)
 
 
 def test_a_commit_that_fails_is_tried_again(local):

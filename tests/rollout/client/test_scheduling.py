@@ -11,19 +11,22 @@ import threading
 import time
 import types
 
-import grpc
-import numpy as np
 import pytest
 
 from semrl_jax.rollout.client.dispatch import split_into_calls
 from semrl_jax.rollout.client.replica import Counters, Figures, Load
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.sampling.counters import ReplicaFigures
 from semrl_jax.sampling.requests import groups_per_call
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import SamplingParams, TensorSpec
-from tests.rollout.client.test_client import DeafReplica, sync
-from tests.rollout.conftest import assert_complete, make_arrays, make_requests, wait_until
+from semrl_jax.types import SamplingParams
+from tests.rollout.client.test_client import sync
+from tests.rollout.conftest import (
+    assert_complete,
+    assert_sampled,
+    make_arrays,
+    make_requests,
+    wait_until,
+)
 from tests.rollout.fake_engine import FakeEngine, FakeScript
 from tests.sampling.parts import made
 from tests.tiny import tiny_config
@@ -65,8 +68,7 @@ def test_a_free_replica_gets_the_next_call(world):
     fast, slow = world.replica(FakeScript(delay_s=0.005)), world.replica(FakeScript(delay_s=1.0))
     client = world.client(fast, slow)
     version, requests = sync(client), make_requests(12, 2)
-    rollouts = list(client.generate(requests, SAMPLING, version=version, groups_per_call=2))
-    assert_complete(rollouts, requests, SAMPLING, version=version)
+    assert_sampled(client, requests, SAMPLING, version=version, groups_per_call=2)
     assert slow.engine.asked == [names(2, 3)]
     assert fast.engine.asked[:5] == [names(0, 1), *(names(g, g + 1) for g in (4, 6, 8, 10))]
     assert client.counters["replica_failures"] == client.counters["retries"] == 0
@@ -176,8 +178,7 @@ def test_a_replica_with_a_call_of_another_thread_takes_over_none(world, monkeypa
     version, few, many = sync(client), make_requests(3, 2), make_requests(2, 15)
 
     def generate(requests, **options):
-        found = list(client.generate(requests, SAMPLING, version=version, **options))
-        assert_complete(found, requests, SAMPLING, version=version)
+        assert_sampled(client, requests, SAMPLING, version=version, **options)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         # The third call waits for a call of the other thread, which is longer on the other replica.
@@ -198,8 +199,7 @@ def test_a_call_that_failed_is_repeated_whole_if_that_gives_the_same(world, is_d
         replica.engine.script.fail_after = None
 
     version, requests = sync(client), make_requests(2, 4)
-    rollouts = list(client.generate(requests, SAMPLING, version=version, groups_per_call=1))
-    assert_complete(rollouts, requests, SAMPLING, version=version)
+    assert_sampled(client, requests, SAMPLING, version=version, groups_per_call=1)
     first = names(0, group_size=4)
     again = first if is_deterministic else first[3:]
     assert replica.engine.asked == [first, again, names(1, group_size=4)]
@@ -228,8 +228,7 @@ def test_a_replica_runs_as_many_calls_as_it_says(world):
     one = world.replica(FakeScript(delay_s=0.2))
     client = world.client(one, several)
     version, requests = sync(client), make_requests(12, 2)
-    rollouts = list(client.generate(requests, SAMPLING, version=version, groups_per_call=1))
-    assert_complete(rollouts, requests, SAMPLING, version=version)
+    assert_sampled(client, requests, SAMPLING, version=version, groups_per_call=1)
     assert (one.engine.most_at_once, several.engine.most_at_once) == (1, 3)
     assert len(several.engine.asked) > len(one.engine.asked)
 
@@ -251,8 +250,7 @@ def test_calls_that_fail_together_are_one_failure(world):
     version, requests = sync(client), make_requests(8, 1)
     repair = threading.Timer(0.25, setattr, (replica.engine.script, "fail_after", None))
     repair.start()  # before the first pause of 0.5 s is over
-    rollouts = list(client.generate(requests, SAMPLING, version=version, groups_per_call=1))
-    assert_complete(rollouts, requests, SAMPLING, version=version)
+    assert_sampled(client, requests, SAMPLING, version=version, groups_per_call=1)
     assert client.counters["replica_failures"] == 1
 
 
@@ -291,25 +289,6 @@ def test_a_slow_commit_does_not_hold_up_the_others(world, num_fast):
     assert sync(client, step=1).step == 1
     list(client.generate(make_requests(), SAMPLING, version=dataclasses.replace(version, step=1)))
     assert slow.engine.num_yielded == 4
-
-
-def test_a_replica_that_takes_no_bytes_does_not_hold_up_the_others(world):
-    specs = (TensorSpec("large", (40, 1 << 18), "float32"),)
-    deaf = DeafReplica()
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(deaf, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    good = world.replica(specs=specs)
-    client = world.client(
-        good, f"127.0.0.1:{port}", share_memory=False, stall_timeout_s=60.0, sync_wait_s=0.4
-    )
-    began = time.monotonic()
-    client.sync_weights(specs, lambda: [np.zeros((40, 1 << 18), np.float32)], step=0)
-    assert time.monotonic() - began < 5.0
-    assert "held up the others for 0.4 s" in client.lines[-1]
-    deaf.released.set()
-    server.stop(0).wait()
 
 
 def lose(world, replica):
@@ -424,8 +403,7 @@ def test_replicas_join_and_leave_between_two_syncs(world):
 
     def sampled_by():
         version = sync(client)
-        rollouts = list(client.generate(requests, SAMPLING, version=version))
-        assert_complete(rollouts, requests, SAMPLING, version=version)
+        assert_sampled(client, requests, SAMPLING, version=version)
         return {r.engine.num_yielded for r in (first, second)}, client.lines[:]
 
     assert sampled_by() == ({8, 0}, [])

@@ -59,20 +59,59 @@ def params(policy):
 
 
 @contextlib.contextmanager
-def synced_client(policy, params, *, dtype="float32", **options):
-    """A client of an embedded replica that holds `params`, sent over the wire."""
-    with EmbeddedReplica(JaxEngine(policy, **options)) as replica:
-        with RolloutClient(
-            [replica.address], replica.token, run_id="run", attempt_id="attempt"
-        ) as client:
-            client.replica = replica
-            client.connect(model_hash=policy.config.hash, tokenizer_hash="", vocab_size=31)
-            version = client.sync_weights(
-                models.tensor_specs(policy.config, dtype),
-                lambda: (a for _, a in models.iterate_hf_tensors(params, policy.config, dtype)),
-                step=0,
-            )
-            yield client, version
+def synced_replicas(policy, params, count=1, *, dtype="float32", **options):
+    """Embedded replicas that hold `params`, sent over the wire, and a client of them all."""
+    with contextlib.ExitStack() as stack:
+        replicas = [
+            stack.enter_context(EmbeddedReplica(JaxEngine(policy, **options), token="a-token"))
+            for _ in range(count)
+        ]
+        addresses = [replica.address for replica in replicas]
+        client = stack.enter_context(
+            RolloutClient(addresses, "a-token", run_id="run", attempt_id="attempt")
+        )
+        client.connect(model_hash=policy.config.hash, tokenizer_hash="", vocab_size=31)
+        version = client.sync_weights(
+            models.tensor_specs(policy.config, dtype),
+            lambda: (a for _, a in models.iterate_hf_tensors(params, policy.config, dtype)),
+            step=0,
+        )
+        yield replicas, client, version
+
+
+@contextlib.contextmanager
+def synced_client(policy, params, **options):
+    """A client of one such replica."""
+    with synced_replicas(policy, params, **options) as ((replica,), client, version):
+        client.replica = replica
+        yield client, version
+
+
+def assert_raw_logprobs(policy, params, rollouts):
+    """They are those of the full pass."""
+    for rollout, _, raw in full_forward(policy, params, rollouts):
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+
+
+def assert_same_samples(found, expected):
+    """To the bit for tokens; sums in another order, or of other batches, for log-probabilities."""
+    for name, rollout in expected.items():
+        np.testing.assert_array_equal(found[name].response_ids, rollout.response_ids)
+        np.testing.assert_allclose(
+            found[name].rollout_logprobs, rollout.rollout_logprobs, atol=5e-5
+        )
+
+
+def spied_chunks(monkeypatch, seen):
+    """A list of what `seen` returns for the slots of each call of `decode_chunk`."""
+    found, real = [], decoding.decode_chunk
+
+    def spy(params, slots, *arguments, **options):
+        found.append(seen(slots))
+        return real(params, slots, *arguments, **options)
+
+    monkeypatch.setattr(decoding, "decode_chunk", spy)
+    return found
 
 
 @pytest.mark.parametrize("max_batch", [64, 8])
@@ -344,8 +383,8 @@ def test_a_slot_that_a_stop_string_freed_is_inactive(policy, params, tokenizer):
 def test_an_engine_without_tokenizer_takes_no_stop_strings(policy, params):
     with synced_client(policy, params) as (client, version):
         stopping = SamplingParams(4, stop_strings=("a",))
-        with pytest.raises(UserError, match="cannot end responses at stop strings"):
-            client.generate(make_requests(1, 1), stopping, version=version)
+        with pytest.raises(UserError, match="sampling has 'stop_strings'; the replica has "):
+            list(client.generate(make_requests(1, 1), stopping, version=version))
 
 
 def test_a_call_repeats_bit_for_bit_whatever_ran_before(policy, params):
@@ -370,8 +409,7 @@ def test_new_weights_over_the_wire_change_what_is_sampled(policy, params):
     rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), params)
     with synced_client(policy, params, dtype="bfloat16") as (client, version):
         rollouts = list(client.generate(make_requests(), SamplingParams(10), version=version))
-    for rollout, _, raw in full_forward(policy, rounded, rollouts):
-        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+    assert_raw_logprobs(policy, rounded, rollouts)
     differences = [
         np.abs(rollout.rollout_raw_logprobs - raw).max()
         for rollout, _, raw in full_forward(policy, params, rollouts)
@@ -385,26 +423,23 @@ def make_call(policy, params, requests, sampling, **options):
     return decoding.DecodingCall(policy, jax.device_put(params), call, **options)
 
 
+def finished(call):
+    """All rollouts of a call, by sample id."""
+    rollouts = {}
+    while not call.done:
+        rollouts |= {rollout.sample_id: rollout for rollout in call.step()}
+    return rollouts
+
+
 @pytest.mark.slow
 def test_finished_responses_stop_costing(policy, params, monkeypatch):
     """The decode batch shrinks with the running responses, which changes no token."""
-    batches = []
-    real = decoding.decode_chunk
-
-    def spy(params, slots, *arguments, **options):
-        batches.append(slots.active.shape[0])
-        return real(params, slots, *arguments, **options)
-
-    monkeypatch.setattr(decoding, "decode_chunk", spy)
+    batches = spied_chunks(monkeypatch, lambda slots: slots.active.shape[0])
     sampling = SamplingParams(64, temperature=1.0, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
 
     def sample():
         batches.clear()
-        call = make_call(policy, params, make_requests(8, 4), sampling)
-        rollouts = []
-        while not call.done:
-            rollouts += call.step()
-        return {rollout.sample_id: rollout for rollout in rollouts}
+        return finished(make_call(policy, params, make_requests(8, 4), sampling))
 
     found = sample()
     assert batches[0] == 32 and batches[-1] == 4
@@ -418,12 +453,7 @@ def test_finished_responses_stop_costing(policy, params, monkeypatch):
     monkeypatch.setattr(decoding, "MIN_BATCH", 32)
     expected = sample()
     assert set(batches) == {32}
-    for name, rollout in expected.items():
-        np.testing.assert_array_equal(found[name].response_ids, rollout.response_ids)
-        # Products of other numbers of rows, so sums in another order.
-        np.testing.assert_allclose(
-            found[name].rollout_logprobs, rollout.rollout_logprobs, atol=5e-5
-        )
+    assert_same_samples(found, expected)
 
 
 @pytest.mark.slow
@@ -448,10 +478,7 @@ def test_an_accelerator_compiles_few_sizes(policy, params, monkeypatch):
         for found in shapes.values():
             found.clear()
         call = make_call(policy, params, make_requests(41, 1), sampling, max_batch=32)
-        rollouts = {}
-        while not call.done:
-            rollouts |= {rollout.sample_id: rollout for rollout in call.step()}
-        return rollouts, {name: set(found) for name, found in shapes.items()}
+        return finished(call), {name: set(found) for name, found in shapes.items()}
 
     expected, on_cpu = sample()
     monkeypatch.setattr(type(policy), "tokens_per_read", 200)
@@ -466,24 +493,16 @@ def test_an_accelerator_compiles_few_sizes(policy, params, monkeypatch):
 @pytest.mark.slow
 def test_a_prompt_is_kept_once_for_its_responses(policy, params, monkeypatch):
     """8, 8, 7 and 3 responses to 4 prompts share 4 caches of prompts; alone each has its own."""
-    shapes = []
-    real = decoding.decode_chunk
-
-    def spy(params, slots, *arguments, **options):
-        shapes.append((len(slots.prompts.positions), len(slots.active)))
-        return real(params, slots, *arguments, **options)
-
-    monkeypatch.setattr(decoding, "decode_chunk", spy)
+    shapes = spied_chunks(
+        monkeypatch, lambda slots: (len(slots.prompts.positions), len(slots.active))
+    )
     requests = make_requests(4, 8, shortest=5)
     requests = requests[:23] + requests[24:27]
     sampling = SamplingParams(64, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
 
     def sample():
         shapes.clear()
-        call, rollouts = make_call(policy, params, requests, sampling), {}
-        while not call.done:
-            rollouts |= {rollout.sample_id: rollout for rollout in call.step()}
-        return rollouts
+        return finished(make_call(policy, params, requests, sampling))
 
     shared = sample()
     assert shapes[0] == (4, 32)
@@ -495,11 +514,8 @@ def test_a_prompt_is_kept_once_for_its_responses(policy, params, monkeypatch):
     )
     alone = sample()
     assert all(rows == slots for rows, slots in shapes)
-    for request in requests:
-        first, second = (found[request.sample_id] for found in (shared, alone))
-        np.testing.assert_array_equal(first.response_ids, second.response_ids)
-        # Sums over columns in another order, as against the full pass above.
-        np.testing.assert_allclose(first.rollout_logprobs, second.rollout_logprobs, atol=5e-5)
+    assert len(shared) == len(alone) == len(requests)
+    assert_same_samples(shared, alone)
 
 
 def test_no_response_waits_in_the_larger_parts(policy):
@@ -521,9 +537,7 @@ def test_no_new_program_inside_a_bucket(policy, params, monkeypatch):
 
     def run(seed, limit):
         requests = make_requests(2, 4, seed, shortest=9)
-        call = make_call(policy, params, requests, SamplingParams(limit, eos_token_ids=(EOS,)))
-        while not call.done:
-            call.step()
+        finished(make_call(policy, params, requests, SamplingParams(limit, eos_token_ids=(EOS,))))
 
     def num_programs():
         return decoding.decode_chunk._cache_size(), decoding.prefill_and_insert._cache_size()
@@ -581,8 +595,7 @@ def test_long_responses_widen_the_cache(policy, params):
     with synced_client(policy, params, chunk=16) as (client, version):
         rollouts = list(client.generate(make_requests(2, 2), SamplingParams(150), version=version))
     assert {len(r.response_ids) for r in rollouts} == {150}
-    for rollout, _, raw in full_forward(policy, params, rollouts):
-        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+    assert_raw_logprobs(policy, params, rollouts)
 
 
 @pytest.mark.slow
@@ -604,12 +617,7 @@ def test_a_ring_that_wraps_grows_and_shrinks_changes_no_token(policy, params, mo
     assert {columns for columns, _ in one} == {48} and any(wrapped for _, wrapped in one)
     changes = np.diff([columns for columns, _ in several])
     assert (changes > 0).any() and (changes < 0).any()
-    for name, rollout in expected.items():
-        np.testing.assert_array_equal(found[name].response_ids, rollout.response_ids)
-        # Sums over other columns, in another order: 1e-5 here, and as against the full pass above.
-        np.testing.assert_allclose(
-            found[name].rollout_logprobs, rollout.rollout_logprobs, atol=5e-5
-        )
+    assert_same_samples(found, expected)
 
 
 @pytest.mark.slow
@@ -653,14 +661,7 @@ def test_responses_that_wait_begin_in_a_part_of_their_own(policy, params, monkey
     monkeypatch.setattr("semrl_jax.rollout.engines.jax.MIN_PART", 4)
     engine = JaxEngine(policy, max_batch=16, chunk=4)
     engine._params = models.unstacked(jax.device_put(params), policy.config)
-    shapes = []
-    real = decoding.decode_chunk
-
-    def spy(params, slots, *arguments, **options):
-        shapes.append(slots.cache.positions.shape)
-        return real(params, slots, *arguments, **options)
-
-    monkeypatch.setattr(decoding, "decode_chunk", spy)
+    shapes = spied_chunks(monkeypatch, lambda slots: slots.cache.positions.shape)
     monkeypatch.setattr(decoding, "FIRST_RESPONSE_COLUMNS", 8)
     call = GenerateCall(
         tuple(make_requests(10, 4)),
@@ -707,8 +708,7 @@ def test_windowed_model_samples_as_its_full_pass():
         rollouts = list(client.generate(make_requests(), sampling, version=version))
     assert max(len(r.response_ids) for r in rollouts) == 40
     assert len({len(r.response_ids) for r in rollouts}) > 3
-    for rollout, _, raw in full_forward(policy, params, rollouts):
-        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+    assert_raw_logprobs(policy, params, rollouts)
 
 
 @pytest.mark.slow
@@ -728,8 +728,7 @@ def test_families_with_options_of_their_own_sample_as_their_full_pass(family):
     with synced_client(policy, params, max_batch=8, chunk=20) as (client, version):
         rollouts = list(client.generate(make_requests(5, 1), SamplingParams(40), version=version))
     assert max(len(r.response_ids) for r in rollouts) == 40
-    for rollout, _, raw in full_forward(policy, params, rollouts):
-        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+    assert_raw_logprobs(policy, params, rollouts)
 
 
 @pytest.mark.slow
@@ -740,10 +739,7 @@ def test_abort_returns_what_was_sampled(policy, params):
     assert call.done
     assert len(rollouts) == 20 and {r.finish_reason for r in rollouts} == {"aborted"}
     assert sorted(len(r.response_ids) for r in rollouts) == [0] * 12 + [4] * 8
-    for rollout, _, raw in full_forward(
-        policy, params, [r for r in rollouts if len(r.response_ids)]
-    ):
-        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+    assert_raw_logprobs(policy, params, [r for r in rollouts if len(r.response_ids)])
 
 
 @pytest.mark.slow
@@ -817,32 +813,6 @@ def test_half_an_update_leaves_the_old_weights(policy, params):
     engine.close()
 
 
-@contextlib.contextmanager
-def synced_replicas(policy, params, count):
-    """Replicas of one process, and a client of them all."""
-    with contextlib.ExitStack() as stack:
-        replicas = [
-            stack.enter_context(EmbeddedReplica(JaxEngine(policy, chunk=2), token="a-token"))
-            for _ in range(count)
-        ]
-        client = stack.enter_context(
-            RolloutClient(
-                [replica.address for replica in replicas],
-                "a-token",
-                run_id="run",
-                attempt_id="attempt",
-                generate_timeout_s=60.0,
-            )
-        )
-        client.connect(model_hash=policy.config.hash, tokenizer_hash="", vocab_size=31)
-        version = client.sync_weights(
-            models.tensor_specs(policy.config, "float32"),
-            lambda: (a for _, a in models.iterate_hf_tensors(params, policy.config, "float32")),
-            step=0,
-        )
-        yield replicas, client, version
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("groups_per_call", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_responses_do_not_depend_on_the_replicas_or_their_failures(groups_per_call):
@@ -857,7 +827,7 @@ def test_responses_do_not_depend_on_the_replicas_or_their_failures(groups_per_ca
     states = HiddenStateParams((-1,), "float32")
     found, num_failures = [], 0
     for count, killed in ((1, None), (2, None), (3, None), (2, 0), (2, 1), (3, 1)):
-        with synced_replicas(policy, params, count) as (replicas, client, version):
+        with synced_replicas(policy, params, count, chunk=2) as (replicas, client, version):
             ids = [Caller(r.address, "a-token").describe().replica_id for r in replicas]
             rollouts = []
             for rollout in client.generate(

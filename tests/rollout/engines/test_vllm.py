@@ -24,8 +24,8 @@ from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
+from tests.rollout.caller import make_stub
 from tests.rollout.engines.vllm_replica import (
     OBSERVED_LAUNCHER,
     PYTHON,
@@ -424,7 +424,7 @@ def test_broken_update_leaves_the_old_weights(client, model, other):
     version = model.sync(client, 4)
     requests = requests_of(random_prompts(model, [5, 150]))
     with grpc.insecure_channel(client.replica.address()) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        stub = make_stub(channel)
         options = {"metadata": token_metadata(TOKEN), "timeout": 30}
         for reason, messages in spoiled_updates(model, other).items():
             assert reason in refusal(stub.UpdateWeights, iter(messages), **options)[1]
@@ -446,7 +446,7 @@ def test_failed_load_brings_the_previous_weights_back(client, model, other, kind
     (client.directory / "fail_loads").write_text(kind)
     messages = update_messages(other.arrays(), specs=other.specs(), step=7)
     with grpc.insecure_channel(client.replica.address()) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        stub = make_stub(channel)
         options = {"metadata": token_metadata(TOKEN), "timeout": 30}
         code, _ = refusal(stub.UpdateWeights, iter(messages), **options)
     assert code == grpc.StatusCode.INTERNAL
@@ -484,7 +484,7 @@ def test_bad_request_is_one_line_and_the_server_goes_on(client, model, name):
     )
     message = codec.encode_request(call)
     with grpc.insecure_channel(client.replica.address()) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        stub = make_stub(channel)
         options = {"metadata": token_metadata(TOKEN), "timeout": 30}
         _, found = refusal(stub.Generate, message, **options)
     assert reason in found and "\n" not in found

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from semrl_jax import models
-from semrl_jax.rollout.server.service import SERVICE_NAME
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import HiddenStateParams, SamplingParams
 from tests.rollout.conftest import TOKEN, assert_complete, make_arrays, make_requests

@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.base import EngineDeadError
-from semrl_jax.rollout.server.service import SERVICE_NAME
 from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams
-from tests.rollout.conftest import TOKEN, assert_complete, make_arrays, make_requests, wait_until
+from tests.rollout.conftest import TOKEN, assert_sampled, make_arrays, make_requests, wait_until
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.server.test_service import generate_message, update_messages
 from tests.rollout.server.test_service import sync as sync_by_stub
@@ -75,8 +75,7 @@ def test_counts_are_those_of_the_client(world, counted):
     requests = make_requests(10, 3)
     sampling = SamplingParams(16, eos_token_ids=(9,), stop_token_ids=(14,))
     states = HiddenStateParams((-1, 2), "bfloat16", ("decode", "prefill"))
-    rollouts = list(client.generate(requests, sampling, states, version=version))
-    assert_complete(rollouts, requests, sampling, states, version=version)
+    rollouts = assert_sampled(client, requests, sampling, states, version=version)
     after, counters = metrics(), client.counters
     assert after["response_tokens_total"] == sum(len(r.response_ids) for r in rollouts)
     for reason in ("eos", "stop", "length", "aborted"):

@@ -12,14 +12,14 @@ import pytest
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.server import serve
-from semrl_jax.rollout.wire import auth
 from semrl_jax.rollout.wire.auth import new_token
+from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import SamplingParams
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
-    assert_complete,
+    assert_sampled,
     make_arrays,
     make_requests,
     modules_of,
@@ -201,7 +201,7 @@ def test_tokens_differ():
     ],
 )
 def test_loopback(host, expected):
-    assert auth.is_loopback(host) is expected
+    assert is_loopback(host) is expected
 
 
 def test_tls_round_trip(world, start_process, certificate):
@@ -209,8 +209,7 @@ def test_tls_round_trip(world, start_process, certificate):
     client = world.client(address, tls_ca=certificate["tls_certificate"])
     version = client.sync_weights(FAKE_SPECS, make_arrays, step=0)
     requests, sampling = make_requests(), SamplingParams(16)
-    rollouts = list(client.generate(requests, sampling, version=version))
-    assert_complete(rollouts, requests, sampling, version=version)
+    assert_sampled(client, requests, sampling, version=version)
 
 
 def test_tls_demands_the_right_authority(world, start_process, certificate, other_authority):
@@ -268,8 +267,7 @@ def test_embedded_replica_leaves_nothing_behind(capfd):
                         client.connect(**FAKE)
                         version = client.sync_weights(FAKE_SPECS, make_arrays, step=0)
                         requests, sampling = make_requests(), SamplingParams(16)
-                        rollouts = list(client.generate(requests, sampling, version=version))
-                        assert_complete(rollouts, requests, sampling, version=version)
+                        assert_sampled(client, requests, sampling, version=version)
             one.close()  # a second close has no effect
     assert set(threading.enumerate()) <= before
     captured = capfd.readouterr()

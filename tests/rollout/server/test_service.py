@@ -13,11 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.server.service import SERVICE_NAME
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,
@@ -27,6 +26,7 @@ from semrl_jax.types import (
     WeightVersion,
     manifest_digest,
 )
+from tests.rollout.caller import make_stub
 from tests.rollout.conftest import TOKEN, make_arrays, make_requests, wait_until
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.wire.test_codec import BAD_REQUESTS
@@ -57,6 +57,13 @@ def sync(stub, options, **settings):
     return codec.decode_version(
         stub.UpdateWeights(iter(update_messages(**settings)), **options).version
     )
+
+
+def synced(world, script=None, **settings):
+    """A replica with weights, its stub and the options of a call, and its version."""
+    replica = world.replica(script, **settings)
+    stub, options = world.stub(replica)
+    return replica, stub, options, sync(stub, options)
 
 
 def generate_message(version, requests=None, sampling=None, states=None):
@@ -100,7 +107,7 @@ def test_responses_worked_by_hand(world):
 
 def all_calls(channel):
     """Every method the server has, by name, as (callable, request)."""
-    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+    stub = make_stub(channel)
     health = health_pb2_grpc.HealthStub(channel)
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
     query = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -172,17 +179,21 @@ def test_health_and_reflection(world):
 @pytest.mark.parametrize("index", range(len(BAD_REQUESTS)))
 def test_bad_request_is_refused_and_the_server_goes_on(world, index):
     change, error, match = BAD_REQUESTS[index]
-    replica = world.replica(max_prompts=4, max_prompt_tokens=8, max_response_tokens=32)
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(
+        world, max_prompts=4, max_prompt_tokens=8, max_response_tokens=32
+    )
     requests = make_requests(1, 2)
     requests = [dataclasses.replace(r, sample_id=f"s{i}") for i, r in enumerate(requests)]
     message = generate_message(version, requests, SamplingParams(8), HiddenStateParams((0,)))
     spoilt = pb.GenerateRequest.FromString(message.SerializeToString())
     change(spoilt)
     code, details = refusal(stub.Generate, spoilt, **options)
-    too_large = error is codec.LimitExceeded
-    assert code == (CODES.RESOURCE_EXHAUSTED if too_large else CODES.INVALID_ARGUMENT)
+    codes = {
+        codec.LimitExceeded: CODES.RESOURCE_EXHAUSTED,
+        codec.NotOffered: CODES.UNIMPLEMENTED,
+        ValueError: CODES.INVALID_ARGUMENT,
+    }
+    assert code == codes[error]
     assert re.search(match, details) and "\n" not in details
     assert replica.engine.num_closed == 0  # nothing reached the engine
     assert len(list(stub.Generate(message, **options))) == 2
@@ -238,9 +249,7 @@ def test_lower_step_of_another_attempt_is_legal(world):
 
 
 def test_second_run_is_refused(world):
-    replica = world.replica()
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world)
     code, details = refusal(stub.UpdateWeights, iter(update_messages(run_id="two")), **options)
     assert code == CODES.PERMISSION_DENIED
     assert "'run'" in details and "'two'" in details
@@ -330,9 +339,7 @@ BAD_UPDATES = {
 @pytest.mark.parametrize("name", BAD_UPDATES)
 def test_bad_update_leaves_the_old_weights(world, name):
     spoil, code, fragment = BAD_UPDATES[name]
-    replica = world.replica()
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world)
     messages = update_messages(make_arrays(9.0), step=1)
     spoil(messages)
     actual, details = refusal(stub.UpdateWeights, iter(messages), **options)
@@ -359,9 +366,7 @@ def test_manifest_is_refused_before_buffers_are_made(world):
 
 
 def test_client_gone_in_mid_update(world):
-    replica = world.replica()
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world)
 
     def half():
         yield from update_messages(make_arrays(9.0), step=1)[:2]
@@ -378,9 +383,7 @@ def test_client_gone_in_mid_update(world):
 
 
 def test_failed_commit_keeps_the_old_version(world):
-    replica = world.replica()
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world)
     replica.engine.script.fail_commit = True
     code, details = refusal(stub.UpdateWeights, iter(update_messages(step=1)), **options)
     assert code == CODES.INTERNAL and details == "RuntimeError: the script says so"
@@ -389,9 +392,7 @@ def test_failed_commit_keeps_the_old_version(world):
 
 
 def test_commit_waits_for_running_calls_and_new_ones_for_the_commit(world):
-    replica = world.replica(FakeScript(delay_s=0.05))
-    stub, options = world.stub(replica)
-    old = sync(stub, options)
+    replica, stub, options, old = synced(world, FakeScript(delay_s=0.05))
     running = stub.Generate(generate_message(old), **options)
     next(running)
     update = stub.UpdateWeights.future(iter(update_messages(step=1)), **options)
@@ -410,9 +411,7 @@ def test_commit_waits_for_running_calls_and_new_ones_for_the_commit(world):
 
 @pytest.mark.parametrize("in_flight", ["abort", "keep"])
 def test_commit_need_not_wait_for_running_calls(world, in_flight):
-    replica = world.replica(FakeScript(delay_s=0.4), in_flight=in_flight)
-    stub, options = world.stub(replica)
-    old = sync(stub, options)
+    _, stub, options, old = synced(world, FakeScript(delay_s=0.4), in_flight=in_flight)
     running = stub.Generate(generate_message(old), **options)
     next(running)
     began = time.monotonic()
@@ -429,9 +428,7 @@ def test_in_flight_keep_needs_an_engine_that_keeps_calls():
 
 
 def test_commit_gives_up_with_the_callers_deadline(world):
-    replica = world.replica(FakeScript(delay_s=0.1))
-    stub, options = world.stub(replica)
-    old = sync(stub, options)
+    _, stub, options, old = synced(world, FakeScript(delay_s=0.1))
     running = stub.Generate(generate_message(old), **options)
     next(running)
     code, _ = refusal(
@@ -452,9 +449,7 @@ def test_commit_once_begun_is_completed_for_a_caller_that_left(world):
 
 
 def test_engine_stops_when_the_client_disconnects(world):
-    replica = world.replica(FakeScript(delay_s=0.02))
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world, FakeScript(delay_s=0.02))
     call = stub.Generate(generate_message(version, make_requests(50)), **options)
     next(call)
     call.cancel()
@@ -463,9 +458,7 @@ def test_engine_stops_when_the_client_disconnects(world):
 
 
 def test_slow_reader_holds_the_engine_back(world):
-    replica = world.replica(hidden_size=65_536)
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world, hidden_size=65_536)
     requests = [dataclasses.replace(r, seed=63) for r in make_requests(32, 1)]  # 8 MB each
     states = HiddenStateParams((-1,))
     message = generate_message(version, requests, SamplingParams(64), states)
@@ -478,9 +471,7 @@ def test_slow_reader_holds_the_engine_back(world):
 
 
 def test_engine_failure_is_one_line_and_the_server_goes_on(world):
-    replica = world.replica(FakeScript(fail_after=3))
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world, FakeScript(fail_after=3))
     code, details = refusal(stub.Generate, generate_message(version), **options)
     assert (code, details) == (CODES.INTERNAL, "RuntimeError: the script says so")
     replica.engine.script.fail_after = None
@@ -488,9 +479,7 @@ def test_engine_failure_is_one_line_and_the_server_goes_on(world):
 
 
 def test_pause_waits_refuses_and_resumes(world):
-    replica = world.replica(FakeScript(delay_s=0.03))
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    _, stub, options, version = synced(world, FakeScript(delay_s=0.03))
     running = stub.Generate(generate_message(version), **options)
     next(running)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -507,9 +496,7 @@ def test_pause_waits_refuses_and_resumes(world):
 
 
 def test_pause_that_times_out_is_undone(world):
-    replica = world.replica(FakeScript(delay_s=0.05))
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    _, stub, options, version = synced(world, FakeScript(delay_s=0.05))
     running = stub.Generate(generate_message(version), **options)
     next(running)
     code, _ = refusal(stub.Pause, pb.PauseRequest(), **options | {"timeout": 0.1})
@@ -519,9 +506,7 @@ def test_pause_that_times_out_is_undone(world):
 
 
 def test_abort_ends_running_calls(world):
-    replica = world.replica(FakeScript(hang_after=2))
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world, FakeScript(hang_after=2))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         replies = pool.submit(lambda: list(stub.Generate(generate_message(version), **options)))
         wait_until(lambda: replica.engine.num_yielded == 2)

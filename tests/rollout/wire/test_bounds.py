@@ -30,6 +30,7 @@ from tests.rollout.server.test_service import (
     generate_message,
     refusal,
     sync,
+    synced,
     update_messages,
 )
 from tests.rollout.wire.test_codec import VERSION, make_call
@@ -225,9 +226,7 @@ def test_header_that_is_no_text_is_not_printed(world, caplog):
 
 def test_client_that_does_not_read_loses_its_call(world, caplog, monkeypatch):
     monkeypatch.setattr(guard, "_ABORT_S", 0.05)
-    replica = world.replica(hidden_size=65_536, stall_timeout_s=0.3)
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world, hidden_size=65_536, stall_timeout_s=0.3)
     requests = make_requests(8, 1, first_seed=15)
     message = generate_message(version, requests, SamplingParams(64), HiddenStateParams((-1,)))
     call = stub.Generate(message, **options)
@@ -268,9 +267,7 @@ def test_deadline_that_is_too_far_away_is_refused(world, sampling):
 
 
 def test_refusal_of_any_length_keeps_its_status(world, monkeypatch):
-    replica = world.replica()
-    stub, options = world.stub(replica)
-    version = sync(stub, options)
+    replica, stub, options, version = synced(world)
     message = generate_message(version, states=HiddenStateParams((0,)))
     message.hidden_states.dtype = "é" * 30_000
     code, details = refusal(stub.Generate, message, **options)

@@ -141,115 +141,70 @@ DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
 
 
 def messages():
-    """The messages that this code writes, by file name."""
-    small, large = codec.encode_rollout(SMALL), codec.encode_rollout(LARGE)
+    """The messages that this code writes, by the protocol that had them first, and file name."""
+    large = codec.encode_rollout(LARGE)
+    version = codec.encode_version(VERSION)
     begin = pb.BeginUpdate(
         run_id="run-7", attempt_id="attempt-2", step=41, tensors=codec.encode_specs(SPECS)
     )
     chunk = pb.TensorChunk(tensor_index=1, data=b"\x80\x3f")
-    digest = manifest_digest(SPECS, CHECKSUMS)
-    commit = pb.CommitUpdate(checksums=CHECKSUMS, digest=digest)
+    commit = pb.CommitUpdate(checksums=CHECKSUMS, digest=manifest_digest(SPECS, CHECKSUMS))
+    begin_memory = pb.UpdateWeightsRequest(begin=begin)
+    begin_memory.begin.memory.CopyFrom(MEMORY)
+
+    def request(sampling=SAMPLING, states=STATES, metrics=None):
+        return codec.encode_request(GenerateCall(REQUESTS, sampling, states, VERSION, metrics))
+
+    def response(rollout):
+        """As it was recorded: the metric has a value only."""
+        (message,) = codec.encode_rollout(rollout)
+        del message.response.metrics["effective_rank_valid"]
+        return message
+
     found = {
-        "describe_response": codec.encode_description(DESCRIPTION),
-        "generate_request": codec.encode_request(GenerateCall(REQUESTS, SAMPLING, STATES, VERSION)),
-        "generate_response_inline": without_validity(next(small)),
-        "generate_response_chunked": next(large),
-        "update_begin": pb.UpdateWeightsRequest(begin=begin),
-        "update_chunk": pb.UpdateWeightsRequest(chunk=chunk),
-        "update_commit": pb.UpdateWeightsRequest(commit=commit),
-        "update_response": pb.UpdateWeightsResponse(version=codec.encode_version(VERSION)),
-        "pause_response": pb.PauseResponse(version=codec.encode_version(VERSION)),
-        "resume_response": pb.ResumeResponse(version=codec.encode_version(VERSION)),
-        "abort_response": pb.AbortResponse(num_aborted=6, version=codec.encode_version(VERSION)),
+        "1.0": {
+            "describe_response": codec.encode_description(DESCRIPTION),
+            "generate_request": request(),
+            "generate_response_inline": response(SMALL),
+            "generate_response_chunked": next(large),
+            "update_begin": pb.UpdateWeightsRequest(begin=begin),
+            "update_chunk": pb.UpdateWeightsRequest(chunk=chunk),
+            "update_commit": pb.UpdateWeightsRequest(commit=commit),
+            "update_response": pb.UpdateWeightsResponse(version=version),
+            "pause_response": pb.PauseResponse(version=version),
+            "resume_response": pb.ResumeResponse(version=version),
+            "abort_response": pb.AbortResponse(num_aborted=6, version=version),
+        },
+        "1.1": {"generate_response_measured": next(codec.encode_rollout(MEASURED))},
+        "1.2": {
+            "describe_response_final_only": codec.encode_description(FINAL_ONLY),
+            "generate_request_all_states": request(states=ALL_STATES),
+            "generate_response_all_states": response(WHOLE),
+        },
+        "1.3": {"generate_response_with_context": response(WITH_CONTEXT)},
+        "1.4": {
+            "describe_response_annealed": codec.encode_description(ANNEALS),
+            "generate_request_annealed": request(ANNEALED),
+        },
+        "1.5": {
+            "describe_response_stops": codec.encode_description(STOPS),
+            "generate_request_stopped": request(STOPPED),
+        },
+        "1.6": {
+            "describe_request_memory": pb.DescribeRequest(memory=MEMORY),
+            "describe_response_memory": codec.encode_description(READS),
+            "update_begin_memory": begin_memory,
+            "update_chunk_memory": pb.UpdateWeightsRequest(chunk=pb.TensorChunk(tensor_index=1)),
+        },
+        "1.7": {"describe_response_scheduled": codec.encode_description(SCHEDULED)},
+        "2.1": {"describe_response_compiling": codec.encode_description(COMPILES)},
+        "2.2": {"generate_request_measured": request(states=HiddenStateParams(), metrics=PARAMS)},
     }
     for i, chunk_bytes in enumerate(large):
         state_chunk = pb.GenerateResponse.FromString(chunk_bytes)
         state_chunk.state_chunk.data = state_chunk.state_chunk.data[:16]  # the files stay small
-        found[f"state_chunk_{i}"] = state_chunk
+        found["1.0"][f"state_chunk_{i}"] = state_chunk
     return found
-
-
-def without_validity(message):
-    """The message as it was recorded, with values only."""
-    del message.response.metrics["effective_rank_valid"]
-    return message
-
-
-def messages_of_1_1():
-    """Messages that version 1.0 did not have."""
-    (measured,) = codec.encode_rollout(MEASURED)
-    return {"generate_response_measured": measured}
-
-
-def messages_of_1_2():
-    """Messages that version 1.1 did not have."""
-    (whole,) = codec.encode_rollout(WHOLE)
-    return {
-        "describe_response_final_only": codec.encode_description(FINAL_ONLY),
-        "generate_request_all_states": codec.encode_request(
-            GenerateCall(REQUESTS, SAMPLING, ALL_STATES, VERSION)
-        ),
-        "generate_response_all_states": without_validity(whole),
-    }
-
-
-def messages_of_1_3():
-    """Messages that version 1.2 did not have."""
-    (with_context,) = codec.encode_rollout(WITH_CONTEXT)
-    return {"generate_response_with_context": without_validity(with_context)}
-
-
-def messages_of_1_4():
-    """Messages that version 1.3 did not have."""
-    return {
-        "describe_response_annealed": codec.encode_description(ANNEALS),
-        "generate_request_annealed": codec.encode_request(
-            GenerateCall(REQUESTS, ANNEALED, STATES, VERSION)
-        ),
-    }
-
-
-def messages_of_1_5():
-    """Messages that version 1.4 did not have."""
-    return {
-        "describe_response_stops": codec.encode_description(STOPS),
-        "generate_request_stopped": codec.encode_request(
-            GenerateCall(REQUESTS, STOPPED, STATES, VERSION)
-        ),
-    }
-
-
-def messages_of_1_6():
-    """Messages that version 1.5 did not have."""
-    begin = pb.BeginUpdate(
-        run_id="run-7",
-        attempt_id="attempt-2",
-        step=41,
-        tensors=codec.encode_specs(SPECS),
-        memory=MEMORY,
-    )
-    return {
-        "describe_request_memory": pb.DescribeRequest(memory=MEMORY),
-        "describe_response_memory": codec.encode_description(READS),
-        "update_begin_memory": pb.UpdateWeightsRequest(begin=begin),
-        "update_chunk_memory": pb.UpdateWeightsRequest(chunk=pb.TensorChunk(tensor_index=1)),
-    }
-
-
-def messages_of_1_7():
-    """Messages that version 1.6 did not have."""
-    return {"describe_response_scheduled": codec.encode_description(SCHEDULED)}
-
-
-def messages_of_2_1():
-    """Messages that version 2.0 did not have."""
-    return {"describe_response_compiling": codec.encode_description(COMPILES)}
-
-
-def messages_of_2_2():
-    """Messages that version 2.1 wrote in another way."""
-    call = GenerateCall(REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS)
-    return {"generate_request_measured": codec.encode_request(call)}
 
 
 def recorded(name, kind, version="1.0"):
@@ -265,10 +220,21 @@ def assert_same(actual, expected):
             assert a == b, field.name
 
 
-def test_description():
-    assert codec.decode_description(recorded("describe_response", pb.DescribeResponse)) == (
-        DESCRIPTION
-    )
+@pytest.mark.parametrize(
+    ("version", "name", "expected"),
+    [
+        ("1.0", "", DESCRIPTION),
+        ("1.2", "_final_only", FINAL_ONLY),
+        ("1.4", "_annealed", ANNEALS),
+        ("1.5", "_stops", STOPS),
+        ("1.6", "_memory", READS),
+        ("1.7", "_scheduled", SCHEDULED),
+        ("2.1", "_compiling", COMPILES),
+    ],
+)
+def test_description(version, name, expected):
+    message = recorded(f"describe_response{name}", pb.DescribeResponse, version)
+    assert codec.decode_description(message) == expected
 
 
 def test_generate_request():
@@ -306,8 +272,6 @@ def test_measured_responses():
 
 
 def test_responses_with_states_of_their_prompts():
-    description = recorded("describe_response_final_only", pb.DescribeResponse, "1.2")
-    assert codec.decode_description(description) == FINAL_ONLY
     request = recorded("generate_request_all_states", pb.GenerateRequest, "1.2")
     call = codec.decode_request(request, FINAL_ONLY)
     assert call.hidden_states == ALL_STATES
@@ -323,23 +287,16 @@ def test_responses_with_context():
     assert_same(decoder.feed(reply), WITH_CONTEXT)
 
 
-def test_request_with_an_annealed_temperature():
-    description = recorded("describe_response_annealed", pb.DescribeResponse, "1.4")
-    assert codec.decode_description(description) == ANNEALS
-    request = recorded("generate_request_annealed", pb.GenerateRequest, "1.4")
-    assert codec.decode_request(request, ANNEALS).sampling == ANNEALED
-
-
-def test_request_with_stop_strings():
-    description = recorded("describe_response_stops", pb.DescribeResponse, "1.5")
-    assert codec.decode_description(description) == STOPS
-    request = recorded("generate_request_stopped", pb.GenerateRequest, "1.5")
-    assert codec.decode_request(request, STOPS).sampling == STOPPED
+@pytest.mark.parametrize(
+    ("version", "name", "limits", "sampling"),
+    [("1.4", "annealed", ANNEALS, ANNEALED), ("1.5", "stopped", STOPS, STOPPED)],
+)
+def test_request_with_a_kind_of_sampling(version, name, limits, sampling):
+    request = recorded(f"generate_request_{name}", pb.GenerateRequest, version)
+    assert codec.decode_request(request, limits).sampling == sampling
 
 
 def test_weight_update_through_memory():
-    description = recorded("describe_response_memory", pb.DescribeResponse, "1.6")
-    assert codec.decode_description(description) == READS
     readers = bounds.request_readers(READS, SPECS)
     data = (RECORDED / "1.6" / "describe_request_memory.bin").read_bytes()
     assert readers["Describe"].read(data).memory == MEMORY
@@ -392,19 +349,7 @@ def test_replies_carry_the_version(name):
 
 
 def test_what_is_written_today_equals_the_record():  # as messages: fields may change their order
-    written = {
-        "1.0": messages(),
-        "1.1": messages_of_1_1(),
-        "1.2": messages_of_1_2(),
-        "1.3": messages_of_1_3(),
-        "1.4": messages_of_1_4(),
-        "1.5": messages_of_1_5(),
-        "1.6": messages_of_1_6(),
-        "1.7": messages_of_1_7(),
-        "2.1": messages_of_2_1(),
-        "2.2": messages_of_2_2(),
-    }
-    for version, known in written.items():
+    for version, known in messages().items():
         for name, message in known.items():
             assert recorded(name, type(message), version) == message, name
 
@@ -412,10 +357,6 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True)
-    parts = (
-        messages(), messages_of_1_1(), messages_of_1_2(), messages_of_1_3(), messages_of_1_4(),
-        messages_of_1_5(), messages_of_1_6(), messages_of_1_7(), messages_of_2_1(),
-        messages_of_2_2(),
-    )  # fmt: skip
-    for name, message in {name: part[name] for part in parts for name in part}.items():
-        (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))
+    for known in messages().values():
+        for name, message in known.items():
+            (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))
