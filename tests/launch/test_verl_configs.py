@@ -139,10 +139,10 @@ COUNTERPARTS_IN_CODE = {
     "add_special_tokens": ("data.add_special_tokens", same),
     "epsilon of the advantage": ("algorithms.advantage.epsilon", same),
     "tokens seen by differences": ("metrics.window", only(512, "release")),
-    "tokens of the bonus": ("shaping.tokens", same),
-    "first value of the baseline": ("shaping.ema_init", only(0.0, "zero")),
-    "steps the baseline lags": ("shaping.ema_lag", same),
-    "difference of a short response": ("shaping.invalid", only(0.0, "zeros")),
+    "tokens of the bonus": ("shaping.reproduce_release", only("last", True)),
+    "first value of the baseline": ("shaping.reproduce_release", only(0.0, True)),
+    "steps the baseline lags": ("shaping.reproduce_release", only(2, True)),
+    "difference of a short response": ("shaping.reproduce_release", only(0.0, True)),
     "guidance": ("shaping.guidance", only("the first indicator", "effective_rank_acceleration")),
     "score of a wrong response without a box": ("rewards.unboxed_penalty", same),
     "stop_token_ids": ("rollout.stop_token_ids", tuple),
@@ -307,10 +307,7 @@ DEPARTURES = {
     "metrics.names": ("effective_rank",),
     "metrics.window": "exact",
     "model.remat": "dots",
-    "shaping.ema_init": "first_batch",
-    "shaping.ema_lag": 1,
-    "shaping.invalid": "excluded",
-    "shaping.tokens": "all",
+    "shaping.reproduce_release": False,
 }
 PPO = {"algorithms.name": "ppo", "rollout.group_size": 1}
 DEPARTURES_OF = {
