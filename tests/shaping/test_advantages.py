@@ -299,7 +299,6 @@ def test_empty_rows_and_batches_stay_finite():
         ({"guidance": "rank"}, "state holds 3 baselines"),
         ({"guidance": "curvature"}, "state holds 3 baselines"),
         *(({field: "odd"}, f"{field}='odd'") for field in ("target", "mixing", "scale")),
-        ({"reproduce_release": "odd"}, "reproduce_release='odd'"),
         # In float32 it is 1, and |A| / kappa would cancel the advantage.
         ({"kappa": 1 + 1e-9}, "kappa=1.000000001 must be above 1 in float32"),
         # Infinite in float32: 0 times it is no number.
@@ -352,6 +351,7 @@ def test_mistakes_in_the_baseline_options_are_refused(options, message):
         ({"alpha": None}, "shaping.alpha=None must be a Python number"),
         ({"eta": True}, "shaping.eta=True must be a Python number"),
         ({"reproduce_release": 1}, "shaping.reproduce_release=1 is unknown"),
+        ({"reproduce_release": "last"}, "shaping.reproduce_release='last' is unknown"),
         ({"mixing": np.array(["half", "sum"])}, "is unknown; it must be one of 'adaptive'"),
         ({"indicators": ER}, "shaping.indicators='effective_rank' must be a tuple of names"),
         ({"indicators": None}, "shaping.indicators=None must be a tuple of names"),
