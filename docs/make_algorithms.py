@@ -9,6 +9,7 @@ import re
 from semrl_jax.algorithms import SURROGATES
 from semrl_jax.algorithms.algorithm import PARTS
 from semrl_jax.algorithms.objective import Objective
+from semrl_jax.algorithms.values import ValueLoss
 from semrl_jax.support.modules import module_names
 
 PAGE = pathlib.Path(__file__).with_name("algorithms.md")
@@ -129,7 +130,7 @@ def row(name: str, text: str, settings: str | None = None) -> str:
 
 def settings_of(options: type) -> str:
     """The fields of `Options` that the algorithm adds to the fields of the loss, with defaults."""
-    of_loss = {field.name for field in dataclasses.fields(Objective)} | {"value_clip"}
+    of_loss = {field.name for kind in (Objective, ValueLoss) for field in dataclasses.fields(kind)}
     fields = [field for field in dataclasses.fields(options) if field.name not in of_loss]
     return "<br>".join(f"`{field.name}={field.default}`" for field in fields)
 

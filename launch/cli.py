@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 import configs
 from configs.default import get_config
 from semrl_jax.runs.config import validate
+from semrl_jax.settings.algorithms import add_users_options
 from semrl_jax.settings.moved import new_places
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import DISK_ERRNOS, UserError
@@ -286,6 +287,26 @@ def _find_shipped() -> None:
                 sys.argv[number] = f"{given[1] or ''}{shipped}{given[3] or ''}"
 
 
+def _take_users_options() -> None:
+    """Lets flags set the options that a user's algorithm declares."""
+    if not any(re.match(r"--?(no)?config\.algorithms\.options\.", one) for one in sys.argv):
+        return  # the module of the algorithm loads JAX, and not every command needs it
+    name = None
+    for argument, following in itertools.pairwise([*sys.argv, ""]):
+        if found := re.fullmatch(r"--?config\.algorithms\.name(?:=(.*))?", argument):
+            name = following if found[1] is None else found[1]
+    parser = flags.FLAGS["config"].parser
+    parse = parser.parse
+
+    def parse_with_options(file: str) -> Any:
+        config = parse(file)
+        if isinstance(config, ConfigDict) and "algorithms" in config:
+            add_users_options(config, name or config.algorithms.name)
+        return config
+
+    parser.parse = parse_with_options
+
+
 def _parse(usage: str) -> list[str]:
     options = {"allow_hide_cpp": True, "short_name": "h", "flag_values": flags.FLAGS}
     flags.DEFINE_bool("help", False, "print this help", **options)
@@ -300,6 +321,7 @@ def _parse(usage: str) -> list[str]:
     _check_values()
     if "config" in flags.FLAGS:
         _find_shipped()
+        _take_users_options()
     try:
         rest = flags.FLAGS(sys.argv)[1:]
     except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from configs.default import get_config
+from semrl_jax.settings.algorithms import users_options
 from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
@@ -46,16 +49,16 @@ def origins(
       overridden: fields that a flag --config.FIELD sets.
       short_flags: the flag that was given, by the field that it sets.
     """
-    default = flatten(get_config())
+    default, _ = _known(stages.command)
     found = {}
     for field, value in stages.command.items():
         if field in short_flags:
             found[field] = f"--{short_flags[field]}"
-        elif field not in stages.flags or value != stages.flags[field]:
+        elif value != stages.flags.get(field, default.get(field)):
             found[field] = "set by the command"
         elif field in overridden:
             found[field] = f"--config.{field}"
-        elif field not in stages.file or value != stages.file[field]:
+        elif value != stages.file.get(field, default.get(field)):
             found[field] = "follows another field"
         elif field not in default or value != default[field]:
             found[field] = name_of_file
@@ -66,7 +69,7 @@ def origins(
 
 def explain(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """All fields by section: name, value, unit, origin; then the meaning, on its own lines."""
-    default, known = flatten(get_config()), known_settings()
+    default, known = _known(values)
     lines: list[str] = []
     section = None
     for field in sorted(values, key=lambda field: (field.count(".") > 0, field)):
@@ -82,6 +85,17 @@ def explain(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
         indent = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
         lines += textwrap.wrap(of.meaning, WIDTH, **indent)
     return "\n".join(lines)
+
+
+def _known(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Setting]]:
+    """Defaults and descriptions of all fields, those of a user's algorithm among them."""
+    options: dict[str, dataclasses.Field] = {}
+    with contextlib.suppress(UserError):  # the check of the config says it
+        found = users_options(values["algorithms.name"]).items()
+        options = {f"algorithms.options.{name}": field for name, field in found}
+    of_users = {name: field.metadata.get("setting", AN_OPTION) for name, field in options.items()}
+    default = flatten(get_config()) | {name: field.default for name, field in options.items()}
+    return default, {**known_settings(), **of_users}
 
 
 def _shown(value: Any) -> str:

@@ -31,27 +31,21 @@ def get_config():
     # decomposition of every prefix, and shaping never reads it.
     config.metrics.names = ("effective_rank",)
     config.metrics.stride = 40
-    # Departure: the release measures differences over the last 512 tokens only (its defect D14);
-    # "release" reproduces that.
-    config.metrics.window = "exact"
     # Departure: the launcher's is "svd". "gram" agrees to 1e-3 of the rank and is much faster.
     config.metrics.method = "gram"
     config.metrics.dataset_stride = 20  # responses
     config.metrics.num_threads = 8
 
     config.shaping.target = "advantage"
-    # Departure: the release gives the bonus only to the last token, where a mean over tokens
-    # dilutes it (its defect D2); "last" reproduces that.
-    config.shaping.tokens = "all"
     config.shaping.alpha = 0.3
     config.shaping.gain = 2.0
     config.shaping.eta = 1.0
     config.shaping.kappa = 2.0
-    # Departures: the release's baselines start at zero and lag two steps. A response too short for
-    # a difference counts as 0 (its defects D3, D4, D6). "zero", 2 and "zeros" reproduce that.
-    config.shaping.ema_init = "first_batch"
-    config.shaping.ema_lag = 1
-    config.shaping.invalid = "excluded"
+    # Departure: True reproduces defects of the release. The bonus is on the last token only, where
+    # a mean over tokens dilutes it (D2). Baselines start at zero and lag two steps (D3, D4). A
+    # response too short for a difference counts as 0 (D6). Differences are measured over the last
+    # 512 tokens only (D14): metrics.window follows this setting.
+    config.shaping.reproduce_release = False
 
     config.algorithms.loss.clip_epsilon = 0.2
     config.algorithms.loss.kl_coefficient = 0.001

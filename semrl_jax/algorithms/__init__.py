@@ -9,7 +9,6 @@ from semrl_jax.algorithms.groups import (
 from semrl_jax.algorithms.importance import check_importance, importance_weights
 from semrl_jax.algorithms.kl import kl_estimate, penalised_rewards, update_kl_coefficient
 from semrl_jax.algorithms.losses import (
-    AGGREGATIONS,
     policy_loss,
     token_entropy,
     token_weights,
@@ -17,7 +16,7 @@ from semrl_jax.algorithms.losses import (
 )
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds, sum_over_sequences
 from semrl_jax.algorithms.values import explained_variance, value_loss
-from semrl_jax.support.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
+from semrl_jax.support.choices import AGGREGATIONS, IMPORTANCE_LEVELS, KL_ESTIMATORS
 
 __all__ = [
     "AGGREGATIONS",

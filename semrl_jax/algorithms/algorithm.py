@@ -2,8 +2,10 @@
 
 An algorithm is a module with these names:
 
-- `Options`: a frozen dataclass that checks itself. Its fields are settings of `config.algorithms`:
-  `advantage.*`, `loss.*`, `aggregation`, and `options.*` for all others.
+- `Options`: a frozen dataclass whose fields are settings of `config.algorithms`. Those that
+  `setting` declares become fields of `advantage` for an algorithm of this package
+  (`semrl_jax/settings/declared.py`), and of `options` for any other; see `Objective` for the fields
+  that all may share. `__post_init__` checks rules of several fields.
 - `needs(options) -> Needs`: what has to be computed. Nothing else is computed or loaded.
 - `advantages(rewards, passes, response_mask, options)`: float32 [B, T], before shaping, 0.0 on
   masked-out tokens. `rewards` is [P, G].
@@ -43,6 +45,7 @@ from jaxtyping import Array, Bool, Float
 
 from configs.default import get_config
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import check_fields
 from semrl_jax.support.modules import load_module, running
 
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
@@ -195,6 +198,7 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
         options[option], paths[option] = value, path
     with running("algorithms.name", module, "Options"):
         try:
+            check_fields("", options, module.Options)
             algorithm = Algorithm(module, module.Options(**options))
         except ValueError as error:
             option = str(error).partition("=")[0]

@@ -18,15 +18,16 @@ from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
+from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Objective):
-    """`baseline_shift` in the unit of the rewards."""
+    """Own options; see `Objective` for the others."""
 
-    baseline_shift: float = -0.1
+    baseline_shift: float = setting(-0.1, "added to the baseline")
 
 
 def advantages(

@@ -11,23 +11,20 @@ import dataclasses
 
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Passes, check_options
+from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
+from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Objective):
-    """`epsilon` keeps the quotient finite; same unit as the rewards."""
+    """Own options; see `Objective` for the others."""
 
-    epsilon: float = 1e-6
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_options(self, epsilon=(self.epsilon > 0, "be above 0"))
+    epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
 
 
 def advantages(

@@ -16,43 +16,37 @@ from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.kl import penalised_rewards, update_kl_coefficient
 from semrl_jax.algorithms.objective import Objective
 from semrl_jax.support.choices import KL_ESTIMATORS
+from semrl_jax.support.fields import setting
 
 
 @dataclasses.dataclass(frozen=True)
 class KLReward(Objective):
-    """A KL in the reward excludes one in the loss.
+    """A KL in the reward excludes one in the loss."""
 
-    Attributes:
-      kl_reward_coefficient: at the first step; nats to reward.
-      kl_reward_estimator: see `kl_estimate`.
-      kl_target: nats per token that an adaptive coefficient aims at; 0: the coefficient is fixed.
-      kl_horizon: responses over which an adaptive coefficient may change by a fifth.
-    """
-
-    kl_reward_coefficient: float = 0.0
-    kl_reward_estimator: str = "kl"
-    kl_target: float = 0.0
-    kl_horizon: int = 10_000
+    kl_reward_coefficient: float = setting(
+        0.0, "KL in the reward; above 0, loss.kl_coefficient must be 0", at_least=0
+    )
+    kl_reward_estimator: str = setting("kl", "as loss.kl_estimator", choices=KL_ESTIMATORS)
+    kl_target: float = setting(
+        0.0, "wanted KL of an adaptive coefficient; 0: it is fixed", "nats per token", at_least=0
+    )
+    kl_horizon: int = setting(
+        10_000, "number over which an adaptive coefficient changes by a fifth", "responses", above=0
+    )
 
     def __post_init__(self):
         super().__post_init__()
         coefficient = self.kl_reward_coefficient
         check_options(
             self,
-            kl_reward_coefficient=(coefficient >= 0, "be at least 0"),
             kl_coefficient=(
                 not (coefficient and self.kl_coefficient),
                 f"be 0 with kl_reward_coefficient={coefficient}: the KL would count twice",
             ),
-            kl_reward_estimator=(
-                self.kl_reward_estimator in KL_ESTIMATORS,
-                f"be one of {', '.join(KL_ESTIMATORS)}",
-            ),
             kl_target=(
-                self.kl_target == 0 or (self.kl_target > 0 and coefficient > 0),
-                "be at least 0, and 0 if kl_reward_coefficient is 0: there is nothing to adapt",
+                self.kl_target == 0 or coefficient != 0,
+                "be 0 if kl_reward_coefficient is 0: there is nothing to adapt",
             ),
-            kl_horizon=(self.kl_horizon > 0, "be above 0"),
         )
 
     def needs(self) -> Needs:

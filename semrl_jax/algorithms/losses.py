@@ -7,15 +7,32 @@ any split into micro-batches.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.algorithms.kl import kl_estimate
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds, Tokens
+from semrl_jax.support.choices import AGGREGATIONS
+from semrl_jax.support.fields import setting
 
-AGGREGATIONS = ("token_mean", "response_mean", "constant_length")
 DEFAULT_BOUNDS = Bounds()
+
+
+@dataclasses.dataclass(frozen=True)
+class Aggregation:
+    """Settings of `token_weights`."""
+
+    aggregation: str = setting(
+        "token_mean",
+        "How the losses of the tokens become one: token_mean, response_mean or constant_length",
+        choices=AGGREGATIONS,
+    )
+    constant_length: int = setting(
+        0, "aggregation constant_length: limit of a response", "tokens", at_least=0
+    )
 
 
 def token_weights(

@@ -26,26 +26,25 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
-CORRECTIONS = ("backward", "forward")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Objective):
-    """Rates are probabilities; `threshold` in the unit of the rewards."""
+    """Own options; see `Objective` for the others."""
 
-    correction: str = "backward"
-    false_positive_rate: float = 0.0
-    false_negative_rate: float = 0.0
-    threshold: float = 0.0
+    correction: str = setting("backward", "backward or forward", choices=("backward", "forward"))
+    false_positive_rate: float = setting(0.0, "probability that a wrong response is accepted")
+    false_negative_rate: float = setting(0.0, "probability that a correct response is rejected")
+    threshold: float = setting(0.0, "rewards above are positive")
 
     def __post_init__(self):
         super().__post_init__()
         fp, fn = self.false_positive_rate, self.false_negative_rate
         check_options(
             self,
-            correction=(self.correction in CORRECTIONS, f"be one of {', '.join(CORRECTIONS)}"),
             false_positive_rate=(
                 0 <= fp < 1 and (fp == 0 or self.correction == "backward"),
                 "be in [0, 1), and 0 with correction='forward', which does not use it",

@@ -14,49 +14,36 @@ from semrl_jax.algorithms import losses
 from semrl_jax.algorithms.algorithm import Needs, check_options
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds
 from semrl_jax.support.choices import KL_ESTIMATORS
+from semrl_jax.support.fields import setting
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective(Bounds):
-    """Settings of the objective; ValueError for a value out of range.
+class Objective(Bounds, losses.Aggregation):
+    """Settings of the objective; see `losses.policy_loss`."""
 
-    Attributes:
-      surrogate: one of SURROGATES, with the settings of `Bounds`.
-      kl_coefficient, entropy_coefficient, kl_estimator: see `losses.policy_loss`.
-      aggregation, constant_length: see `losses.token_weights`.
-    """
-
-    surrogate: str = "clip"
-    kl_coefficient: float = 0.001
-    entropy_coefficient: float = 0.001
-    kl_estimator: str = "low_var_kl"
-    aggregation: str = "token_mean"
-    constant_length: int = 0
+    surrogate: str = setting("clip", "Loss of a token: clip, gspo, dcpo, cispo, reinforce or opmd")
+    kl_coefficient: float = setting(
+        0.001, "Weight of the KL penalty; 0: no reference is loaded or computed", at_least=0
+    )
+    entropy_coefficient: float = setting(0.001, "weight of the entropy bonus", at_least=0)
+    kl_estimator: str = setting(
+        "low_var_kl",
+        "Estimator of the KL: kl, abs, mse, low_var_kl or low_var_kl+",
+        choices=KL_ESTIMATORS,
+    )
 
     def __post_init__(self):
         high = self.clip_epsilon_high
         length = self.constant_length
         check_options(
             self,
-            clip_epsilon=(0 < self.clip_epsilon <= 1, "be in (0, 1]"),
             clip_epsilon_high=(
                 # CISPO may have no lower bound, and any upper one.
                 high == 0 or high >= self.clip_epsilon or (high > 0 and self.surrogate == "cispo"),
                 f"be at least clip_epsilon={self.clip_epsilon}, or 0 for the same value",
             ),
             dual_clip=(self.dual_clip == 0 or self.dual_clip > 1, "be above 1, or 0 for none"),
-            opmd_tau=(self.opmd_tau > 0, "be above 0"),
             surrogate=(self.surrogate in SURROGATES, f"be one of {', '.join(SURROGATES)}"),
-            kl_coefficient=(self.kl_coefficient >= 0, "be at least 0"),
-            entropy_coefficient=(self.entropy_coefficient >= 0, "be at least 0"),
-            kl_estimator=(
-                self.kl_estimator in KL_ESTIMATORS,
-                f"be one of {', '.join(KL_ESTIMATORS)}",
-            ),
-            aggregation=(
-                self.aggregation in losses.AGGREGATIONS,
-                f"be one of {', '.join(losses.AGGREGATIONS)}",
-            ),
             constant_length=(
                 length > 0 if self.aggregation == "constant_length" else length == 0,
                 "be the limit of a response in tokens with aggregation='constant_length', and 0 "

@@ -21,10 +21,12 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms import kl_reward, values
-from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.gae import generalized_advantages, whiten
 from semrl_jax.algorithms.kl_reward import KLReward, first_state, next_state
 from semrl_jax.algorithms.objective import loss, token_weights
+from semrl_jax.algorithms.values import ValueLoss
+from semrl_jax.support.fields import setting
 
 __all__ = [
     "Options", "advantages", "first_state", "loss", "needs", "next_state", "returns",
@@ -33,21 +35,11 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(KLReward):
-    """`value_clip` is the largest change of a value in one update that its loss rewards."""
+class Options(KLReward, ValueLoss):
+    """Own options; see `KLReward` and `ValueLoss` for the others."""
 
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
-    value_clip: float = 0.5
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_options(
-            self,
-            gamma=(0 <= self.gamma <= 1, "lie in [0, 1]"),
-            gae_lambda=(0 <= self.gae_lambda <= 1, "lie in [0, 1]"),
-            value_clip=(self.value_clip > 0, "be above 0"),
-        )
+    gamma: float = setting(1.0, "discount per token", within="[0, 1]")
+    gae_lambda: float = setting(1.0, "lambda of generalised advantage estimation", within="[0, 1]")
 
 
 def needs(options: Options) -> Needs:

@@ -19,29 +19,24 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Passes, check_options
+from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
+from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Objective):
-    """`quantile` in (0, 1); `epsilon` in the unit of the rewards."""
+    """Own options; see `Objective` for the others."""
 
-    quantile: float = 0.5
-    normalise: bool = True
-    epsilon: float = 1e-6
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_options(
-            self,
-            quantile=(0 < self.quantile < 1, "be in (0, 1)"),
-            epsilon=(self.epsilon > 0, "be above 0"),
-        )
+    quantile: float = setting(
+        0.5, "which quantile of a group's rewards is the baseline", within="(0, 1)"
+    )
+    normalise: bool = setting(True, "divide by the standard deviation")
+    epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
 
 
 def advantages(

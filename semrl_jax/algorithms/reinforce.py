@@ -15,9 +15,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.support.fields import setting
 
 __all__ = [
     "Options", "advantages", "first_state", "loss", "needs", "next_state", "token_weights",
@@ -26,13 +27,11 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Options(Objective):
-    """`baseline_rate` is the rate of the moving average; 0: all steps have the same weight."""
+    """Own options; see `Objective` for the others."""
 
-    baseline_rate: float = 0.1
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_options(self, baseline_rate=(0 <= self.baseline_rate < 1, "lie in [0, 1)"))
+    baseline_rate: float = setting(
+        0.1, "update rate of the baseline; 0: all steps have the same weight", within="[0, 1)"
+    )
 
 
 def needs(options: Options) -> Needs:

@@ -25,6 +25,7 @@ from semrl_jax.algorithms.gae import whiten
 from semrl_jax.algorithms.groups import centred
 from semrl_jax.algorithms.kl_reward import KLReward, first_state, next_state, token_rewards
 from semrl_jax.algorithms.objective import loss, token_weights
+from semrl_jax.support.fields import setting
 
 __all__ = [
     "Options", "advantages", "first_state", "loss", "needs", "next_state", "token_weights",
@@ -33,9 +34,9 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Options(KLReward):
-    """`group_baseline`: rewards are less the mean of their group."""
+    """Own options; see `KLReward` for the others."""
 
-    group_baseline: bool = False
+    group_baseline: bool = setting(False, "subtract the mean of the group first")
 
 
 def needs(options: Options) -> Needs:

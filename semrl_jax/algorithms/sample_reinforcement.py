@@ -19,28 +19,23 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Objective):
-    """Weights, not negative; `threshold` in the unit of the rewards."""
+    """Own options; see `Objective` for the others."""
 
-    positive_weight: float = 0.1
-    negative_weight: float = 1.0
-    threshold: float = 0.0
+    positive_weight: float = setting(0.1, "weight of correct responses", at_least=0)
+    negative_weight: float = setting(1.0, "weight of wrong responses", at_least=0)
+    threshold: float = setting(0.0, "rewards above are positive")
 
     def __post_init__(self):
         super().__post_init__()
-        check_options(
-            self,
-            positive_weight=(self.positive_weight >= 0, "be at least 0"),
-            negative_weight=(
-                self.negative_weight >= 0 and self.positive_weight + self.negative_weight > 0,
-                "be at least 0, and above 0 if positive_weight is 0",
-            ),
-        )
+        positive = self.positive_weight + self.negative_weight > 0
+        check_options(self, negative_weight=(positive, "be above 0 if positive_weight is 0"))
 
 
 def needs(options: Options) -> Needs:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from semrl_jax.support.fields import setting
+
 MAX_LOG_RATIO = 20.0
 MAX_DYNAMIC_RATIO = 10.0
 
@@ -42,20 +44,12 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Settings of the surrogates; each reads those that its docstring names.
+    """Settings of the surrogates; each reads those that its docstring names."""
 
-    Attributes:
-      clip_epsilon: how far r may fall below 1, and rise above it unless `clip_epsilon_high` says
-        otherwise.
-      clip_epsilon_high: how far r may rise above 1; 0: as `clip_epsilon`.
-      dual_clip: the largest r of a token with a negative advantage; 0: no limit.
-      opmd_tau: the strength of OPMD's regulariser.
-    """
-
-    clip_epsilon: float = 0.2
-    clip_epsilon_high: float = 0.0
-    dual_clip: float = 0.0
-    opmd_tau: float = 1.0
+    clip_epsilon: float = setting(0.2, "how far a ratio may fall below 1", within="(0, 1]")
+    clip_epsilon_high: float = setting(0.0, "How far a ratio may rise above 1; 0: as far as below")
+    dual_clip: float = setting(0.0, "largest ratio at a negative advantage; 0: no limit")
+    opmd_tau: float = setting(1.0, "strength of OPMD's regulariser", above=0)
 
     @property
     def high(self) -> float:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from semrl_jax.support.fields import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueLoss:
+    """Settings of `value_loss`."""
+
+    value_clip: float = setting(0.5, "largest change of a value in a step", above=0)
 
 
 def value_loss(

@@ -23,7 +23,7 @@ from semrl_jax.metrics.names import (
 )
 from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompt_sources import evaluation_files
-from semrl_jax.settings.algorithms import importance_options
+from semrl_jax.settings.algorithms import add_users_options, importance_options
 from semrl_jax.settings.config import check_sections
 from semrl_jax.settings.data import check_training as check_prompts
 from semrl_jax.settings.profile import profiled_steps
@@ -38,7 +38,10 @@ from semrl_jax.support.modules import module_names
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first wrong field or combination of fields of a training run."""
+    """Raises UserError for the first wrong field or combination of fields of a training run.
+
+    It adds the options of a user's algorithm that the config does not set.
+    """
     check_sections(config)
     check_prompts(config.data)
     check_responses(config.rollout)
@@ -73,6 +76,7 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
     from semrl_jax.algorithms.algorithm import load_algorithm
     from semrl_jax.algorithms.importance import check_importance
 
+    add_users_options(config, config.algorithms.name)  # so that a resume compares them
     algorithm = load_algorithm(config.algorithms.to_dict())
     overlong, limit = (
         config.algorithms.batch_rules.overlong_tokens,

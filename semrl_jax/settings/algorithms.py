@@ -7,73 +7,15 @@ from typing import Any
 
 import ml_collections
 
+from semrl_jax.settings.declared import declared_options
 from semrl_jax.support.choices import IMPORTANCE_LEVELS, KEEP_GROUPS_BY
-from semrl_jax.support.fields import section, setting
+from semrl_jax.support.fields import described, section, setting
+from semrl_jax.support.modules import load_module
 
 TOKEN_LEVELS = ("token", "total_variation")  # weights that follow from one token alone
 MAX_ROUNDS = 1000  # of dynamic sampling; a step needs an end
 _LEVELS = ("none", *IMPORTANCE_LEVELS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Advantage:
-    """`config.algorithms.advantage`."""
-
-    epsilon: float = setting(1e-6, "grpo, quantile_baseline: keeps a quotient finite")
-    quantile: float = setting(
-        0.5, "quantile_baseline: which quantile of a group's rewards is the baseline"
-    )
-    normalise: bool = setting(True, "quantile_baseline: divide by the standard deviation")
-    positive_weight: float = setting(0.1, "sample_reinforcement: weight of correct responses")
-    negative_weight: float = setting(1.0, "sample_reinforcement: weight of wrong responses")
-    correction: str = setting("backward", "noisy_rewards: backward or forward")
-    false_positive_rate: float = setting(
-        0.0, "noisy_rewards: probability that a wrong response is accepted"
-    )
-    false_negative_rate: float = setting(
-        0.0, "noisy_rewards: probability that a correct response is rejected"
-    )
-    threshold: float = setting(
-        0.0, "sample_reinforcement, noisy_rewards: rewards above are positive"
-    )
-    baseline_shift: float = setting(-0.1, "asymre: added to the baseline")
-    baseline_rate: float = setting(0.1, "reinforce: update rate of the baseline")
-    group_baseline: bool = setting(
-        False, "reinforce_plus_plus: subtract the mean of the group first"
-    )
-    gamma: float = setting(1.0, "ppo: discount per token")
-    gae_lambda: float = setting(1.0, "ppo: lambda of generalised advantage estimation")
-    kl_reward_coefficient: float = setting(
-        0.0, "ppo, reinforce_plus_plus: KL in the reward; above 0, loss.kl_coefficient must be 0"
-    )
-    kl_reward_estimator: str = setting("kl", "ppo, reinforce_plus_plus: as loss.kl_estimator.")
-    kl_target: float = setting(
-        0.0,
-        "ppo, reinforce_plus_plus: wanted KL of an adaptive coefficient; 0: it is fixed",
-        "nats per token",
-    )
-    kl_horizon: int = setting(
-        10_000, "Number over which an adaptive coefficient changes by a fifth", "responses"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """`config.algorithms.loss`."""
-
-    surrogate: str = setting("clip", "Loss of a token: clip, gspo, dcpo, cispo, reinforce or opmd")
-    clip_epsilon: float = setting(0.2, "how far a ratio may fall below 1")
-    clip_epsilon_high: float = setting(0.0, "How far a ratio may rise above 1; 0: as far as below")
-    dual_clip: float = setting(0.0, "largest ratio at a negative advantage; 0: no limit")
-    opmd_tau: float = setting(1.0, "strength of OPMD's regulariser")
-    kl_coefficient: float = setting(
-        0.001, "Weight of the KL penalty; 0: no reference is loaded or computed"
-    )
-    entropy_coefficient: float = setting(0.001, "weight of the entropy bonus")
-    kl_estimator: str = setting(
-        "low_var_kl", "Estimator of the KL: kl, abs, mse, low_var_kl or low_var_kl+"
-    )
-    value_clip: float = setting(0.5, "ppo: largest change of a value in a step")
+_OPTIONS = declared_options()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,25 +70,47 @@ class BatchRules:
 
 
 @dataclasses.dataclass(frozen=True)
-class Algorithms:
+class Algorithms(_OPTIONS[""]):
     """`config.algorithms`."""
 
     name: str = setting(
         "grpo",
         'docs/algorithms.md, or "my_package.my_module" with one of your own, docs/extending.md',
     )
-    options: dict = section(dict, "options without a field below")
-    advantage: Advantage = section(Advantage)
-    loss: Loss = section(Loss)
+    options: dict = section(dict, "options of your own algorithm; docs/extending.md")
+    advantage: Any = section(_OPTIONS["advantage"])
+    loss: Any = section(_OPTIONS["loss"])
     importance: Importance = section(
         Importance, "Correction for the difference between rollout engine and policy; docs/verl.md"
     )
     batch_rules: BatchRules = section(BatchRules)
-    aggregation: str = setting(
-        "token_mean",
-        "How the losses of the tokens become one: token_mean, response_mean or constant_length",
-    )
-    constant_length: int = setting(0, "aggregation constant_length: limit of a response", "tokens")
+
+
+def users_options(name: str) -> dict[str, dataclasses.Field]:
+    """Fields of `algorithms.options` that a user's algorithm declares; its module is imported.
+
+    Raises:
+      UserError: if it cannot be imported.
+    """
+    if "." not in name:
+        return {}
+    module = load_module("algorithms.name", name, "semrl_jax.algorithms", ("Options",))
+    if not dataclasses.is_dataclass(module.Options):
+        return {}
+    shared = {field.rpartition(".")[2] for field in described(Algorithms)}
+    return {
+        field.name: field
+        for field in dataclasses.fields(module.Options)
+        if field.name not in shared and field.default is not dataclasses.MISSING
+    }
+
+
+def add_users_options(config: ml_collections.ConfigDict, name: str) -> None:
+    """Adds the fields of `users_options` that the config does not set, with their defaults."""
+    section = config.algorithms
+    options = {option: field.default for option, field in users_options(name).items()}
+    with config.unlocked():
+        section.options = options | {**section.options}
 
 
 def importance_options(config: ml_collections.ConfigDict) -> dict[str, Any]:

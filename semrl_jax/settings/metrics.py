@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_collections
+
 from semrl_jax.metrics.names import (
     FINAL_LAYER,
     GROUP_METRICS,
@@ -14,7 +16,14 @@ from semrl_jax.metrics.names import (
 )
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.fields import setting
+from semrl_jax.support.fields import derived, setting
+
+
+def _window(config: ml_collections.ConfigDict) -> ml_collections.FieldReference:
+    is_release = config.shaping.get_ref("reproduce_release")
+    # A reference knows sums and products only; one that begins with a text holds texts.
+    text = ml_collections.FieldReference("")
+    return text + is_release * "release" + (1 - is_release) * "exact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +42,10 @@ class Metrics:
         "responses",
         at_least=0,
     )
-    window: str = setting(
-        "exact",
-        "Which prefixes velocity and acceleration compare: exact, release or later",
+    window: str = derived(
+        _window,
+        "Which prefixes velocity and acceleration compare: exact, release or later. Follows "
+        "shaping.reproduce_release unless set: exact, or release.",
         choices=WINDOWS,
     )
     method: str = setting(

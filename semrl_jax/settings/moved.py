@@ -14,6 +14,17 @@ REMOVED: dict[str, Any] = {
     "algorithms.batch_rules.arm_low_fraction": 0.2,
     "metrics.window_growth": 1.0,
     "evaluation.metric_options.window_growth": 1.0,
+    "shaping.tokens": "all",
+    "shaping.ema_init": "first_batch",
+    "shaping.ema_lag": 1,
+    "shaping.invalid": "excluded",
+}
+# What shaping.reproduce_release sets at once.
+RELEASE = {
+    "shaping.tokens": "last",
+    "shaping.ema_init": "zero",
+    "shaping.ema_lag": 2,
+    "shaping.invalid": "zeros",
 }
 
 
@@ -22,6 +33,9 @@ def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     A removed field stays only if it did something.
     """
+    if RELEASE.items() <= fields.items():
+        others = {name: value for name, value in fields.items() if name not in RELEASE}
+        fields = others | {"shaping.reproduce_release": True}
     return {
         MOVED.get(name, name): value
         for name, value in fields.items()

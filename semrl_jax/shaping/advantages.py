@@ -80,7 +80,7 @@ def shape_advantages(
 
     Returns:
       Float32 shaped advantages, 0.0 on masked-out tokens, without gradient; and a report of float32
-      scalars by log key. While there is no baseline (the first step; the first two with ema_lag=2),
+      scalars by log key. While there is no baseline (the first step),
       `shaping/active` is 0.0 and nothing is shaped. A response that lacks a used indicator gets no
       bonus. Means are over valid responses. The mean of a deviation is over those that have the
       indicator, `shaping/bonus/mean` over all response tokens, and `shaping/clipped_fraction/mean`
@@ -97,7 +97,9 @@ def shape_advantages(
     mask = jnp.asarray(response_mask)
     advantages = jnp.where(mask, jnp.asarray(advantages).astype(jnp.float32), 0.0)
     if checked.target == "none" and not has_indicators(metrics, checked.tracked):
-        report = {"shaping/active": jnp.float32(0)} | _correlations(metrics, checked.invalid)
+        report = {"shaping/active": jnp.float32(0)} | _correlations(
+            metrics, checked.reproduce_release
+        )
         return jax.lax.stop_gradient((advantages, report))
     signal = _signal(metrics, state, checked)
     if signal.phi.shape[0] != advantages.shape[0]:
@@ -108,7 +110,7 @@ def shape_advantages(
     finite = mask & jnp.isfinite(advantages)
     counted = signal.valid & signal.active
     receives = finite & counted[:, None]  # [B, T]
-    if checked.tokens == "last":
+    if checked.reproduce_release:
         receives = receives & _is_last(mask)
     if checked.target in ("reward", "none"):
         receives = jnp.zeros_like(receives)
@@ -138,7 +140,7 @@ def shape_advantages(
             signal.deviations[k], signal.compared[k] & signal.active
         )
         report[f"shaping/baseline/{name}"] = state.baseline[k]
-    report |= _correlations(metrics, checked.invalid)
+    report |= _correlations(metrics, checked.reproduce_release)
     return jax.lax.stop_gradient((advantages + bonus, report))
 
 
@@ -162,7 +164,7 @@ def _signal(metrics: Metrics, state: ShapingState, options: ShapingOptions) -> S
     values, present, valid = read_indicators(metrics, options)
     baseline = state.baseline[:, None]  # [K, 1]
     compared = present & valid[None]
-    if options.ema_init == "first_batch":
+    if not options.reproduce_release:
         compared = compared & state.baseline_set[:, None]
     relative = (values - baseline) / (jnp.abs(baseline) + EPSILON)
     clipped = jnp.clip(relative, -DEVIATION_LIMIT, DEVIATION_LIMIT)
@@ -182,9 +184,9 @@ def _signal(metrics: Metrics, state: ShapingState, options: ShapingOptions) -> S
     else:
         weights = beta[None] * explore + (1.0 - beta[None]) * exploit  # [I, B]
     phi = _scale(state, options) * jnp.sum(weights * jnp.tanh(deviations[: len(weights)]), axis=0)
-    # With ema_init="zero" the first step is skipped too, as in the reference implementation.
+    # The reference implementation skips the first step, too.
     active = state.num_updates > 0
-    if options.ema_init == "first_batch":
+    if not options.reproduce_release:
         required = jnp.asarray([name in options.used for name in tracked])
         active = active & jnp.all(state.baseline_set | ~required)
     phi = jnp.where(valid & active, phi, 0.0)
@@ -216,13 +218,13 @@ def _is_last(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
     return mask & (jnp.cumsum(mask[:, ::-1].astype(jnp.int32), axis=1)[:, ::-1] == 1)
 
 
-def _correlations(metrics: Metrics, invalid: str) -> dict[str, Float[Array, ""]]:
+def _correlations(metrics: Metrics, with_zeros: bool) -> dict[str, Float[Array, ""]]:
     """Correlation of effective rank with its two orders, if these were measured."""
     report = {}
     for order in ("velocity", "acceleration"):
         name = MetricKey("effective_rank", order).label
         if has_indicators(metrics, ("effective_rank", name)):
-            x, x_valid = read_indicator(metrics, "effective_rank", invalid)
-            y, y_valid = read_indicator(metrics, name, invalid)
+            x, x_valid = read_indicator(metrics, "effective_rank", with_zeros)
+            y, y_valid = read_indicator(metrics, name, with_zeros)
             report[f"metrics/correlation/{name}"] = masked_correlation(x, y, x_valid & y_valid)
     return report

@@ -19,8 +19,8 @@ class Indicators(NamedTuple):
 
     Attributes:
       values: float32, 0.0 where not present.
-      present: which responses have which indicator. With invalid="zeros", responses too short for
-        velocity or acceleration have it too.
+      present: which responses have which indicator. With `reproduce_release`, responses too short
+        for velocity or acceleration have it too.
       valid: responses that have every used indicator and can be shaped.
     """
 
@@ -31,7 +31,7 @@ class Indicators(NamedTuple):
 
 def read_indicators(metrics: Metrics, options: ShapingOptions) -> Indicators:
     """Reads the tracked indicators; ValueError if one is missing or of another shape."""
-    columns = [read_indicator(metrics, name, options.invalid) for name in options.tracked]
+    columns = [read_indicator(metrics, name, options.reproduce_release) for name in options.tracked]
     sizes = {name: len(values) for name, (values, _) in zip(options.tracked, columns)}
     if len(set(sizes.values())) > 1:
         raise ValueError(
@@ -48,11 +48,11 @@ def has_indicators(metrics: Metrics, names: Iterable[str]) -> bool:
 
 
 def read_indicator(
-    metrics: Metrics, name: str, invalid: str
+    metrics: Metrics, name: str, with_zeros: bool
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Values without NaN, and which responses have one.
 
-    With invalid='zeros', velocity and acceleration count as 0.0 if they are invalid but the value
+    With `with_zeros`, velocity and acceleration count as 0.0 if they are invalid but the value
     of the metric is valid. Non-finite values and responses with non-finite states never count.
     """
     key = MetricKey.parse(name)
@@ -72,7 +72,7 @@ def read_indicator(
     finite = jnp.isfinite(values)
     present = finite & _valid(metrics, key, shape)
     values = jnp.where(present, values, 0.0)
-    if invalid == "zeros" and key.order != "value":
+    if with_zeros and key.order != "value":
         of_metric = key._replace(order="value")
         present = finite & _valid(metrics, of_metric, shape) if of_metric in metrics else finite
     return values, present

@@ -17,12 +17,9 @@ GUIDANCE = INDICATORS[0]
 
 CHOICES = {
     "target": ("advantage", "reward", "both", "none"),
-    "tokens": ("all", "last"),
     "mixing": ("adaptive", "half", "sum"),
     "scale": ("fixed", "performance"),
-    "ema_init": ("first_batch", "zero"),
-    "ema_lag": (1, 2),
-    "invalid": ("excluded", "zeros"),
+    "reproduce_release": (False, True),
 }
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -37,14 +34,13 @@ class ShapingOptions:
     Attributes:
       target: what the signal is added to: "advantage"; "reward": the reward of the last token,
         before the estimator; "both", which counts it twice; "none".
-      tokens: "all" response tokens get the bonus, or the "last" one only.
       mixing: "adaptive": beta from the guidance; "half": beta = 0.5; "sum": both weights in full.
       scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward.
         For rewards in [-1, 1]: with larger rewards the signal changes its sign.
-      ema_init: "first_batch": baselines start at the first batch's means; "zero": at 0.
-      ema_lag: 1: step t uses means up to step t - 1; 2: up to t - 2, and q omits the first step.
-      invalid: responses too short for a needed velocity or acceleration are "excluded", or count
-        with "zeros". Non-finite ones never count.
+      reproduce_release: True: as the reference implementation. The last response token alone gets
+        the bonus. Baselines start at 0, not at the first batch's means, and lag: step t uses means
+        up to step t - 2, not t - 1, and q omits the first step. Responses too short for a needed
+        velocity or acceleration count with 0; else they are left out. Non-finite ones never count.
       alpha: EMA rate in (0, 1].
       gain: slope of the meta-controller, finite.
       eta: scale of the signal, finite and not negative.
@@ -60,17 +56,16 @@ class ShapingOptions:
     target: str = setting(
         "advantage", "What the bonus is added to: advantage, reward, both or none"
     )
-    tokens: str = setting("all", "which response tokens get the bonus: all or last")
     mixing: str = setting(
         "adaptive", "Weight of exploration: adaptive, by the guidance; half, 0.5; sum, no mixing."
     )
     scale: str = setting(
         "fixed", "Scale of the bonus: fixed, or performance, which falls as the mean reward rises"
     )
-    ema_init: str = setting("first_batch", "first baselines: means of the first_batch, or zero")
-    ema_lag: int = setting(1, "1: step t uses means up to step t - 1; 2: up to t - 2")
-    invalid: str = setting(
-        "excluded", "Responses too short for an indicator are excluded or count as zeros"
+    reproduce_release: bool = setting(
+        False,
+        "With the defects of the release: bonus on the last token, late baselines from zero, zeros "
+        "for short responses, metrics.window=release unless set; docs/verl.md",
     )
     alpha: float | int = setting(0.3, "update rate of the baselines, in (0, 1]")
     gain: float | int = setting(2.0, "how strongly the guidance changes the weight of exploration")

@@ -28,7 +28,7 @@ class ShapingState(NamedTuple):
     Attributes:
       baseline: float32 EMA of the batch means of each indicator, in the unit of the indicator.
       baseline_set: whether that EMA has had a batch mean.
-      pending: float32 mean of the last batch, used one step later with ema_lag=2.
+      pending: float32 mean of the last batch, used one step later with reproduce_release.
       pending_set: whether there is such a mean.
       reward_ema: float32 EMA of the mean raw reward, from 0.
       num_updates: int32, number of steps.
@@ -101,14 +101,14 @@ def update_shaping_state(
     values, present, valid = read_indicators(metrics, checked)
     batch_mean = jax.vmap(masked_mean)(values, present & valid[None])  # [K]
     batch_set = jnp.any(present & valid[None], axis=1)
-    if checked.ema_lag == 2:
+    if checked.reproduce_release:
         mean, mean_set = state.pending, state.pending_set
         pending = jnp.where(batch_set, batch_mean, 0.0), batch_set
     else:
         mean, mean_set = batch_mean, batch_set
         pending = state.pending, state.pending_set
     average = (1 - alpha) * state.baseline + alpha * mean
-    start = ~state.baseline_set if checked.ema_init == "first_batch" else jnp.zeros_like(mean_set)
+    start = jnp.zeros_like(mean_set) if checked.reproduce_release else ~state.baseline_set
     baseline = jnp.where(mean_set, jnp.where(start, mean, average), state.baseline)
     reward_ema = state.reward_ema
     if mean_reward is not None:
@@ -116,7 +116,7 @@ def update_shaping_state(
         if reward.ndim != 0:
             raise ValueError(f"mean_reward has shape {reward.shape}; it must be a scalar.")
         counts = jnp.isfinite(reward)
-        if checked.ema_lag == 2:  # as in the reference implementation: from the second step on
+        if checked.reproduce_release:  # from the second step on
             counts = counts & (state.num_updates > 0)
         reward_ema = jnp.where(counts, (1 - alpha) * reward_ema + alpha * reward, reward_ema)
     return jax.lax.stop_gradient(

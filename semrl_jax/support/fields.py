@@ -95,10 +95,11 @@ def _field(default: Any, known: Setting, kind: type | None = None) -> Any:
 
 
 def fields_of(kind: type) -> Iterator[tuple[dataclasses.Field, Setting, type | None]]:
-    """Each field of a section, what is known of it, and its dataclass if it is a section."""
+    """Each setting of a section, what is known of it, and its dataclass if it is a section."""
     if kind is not dict:
         for field in dataclasses.fields(kind):
-            yield field, field.metadata["setting"], field.metadata["section"]
+            if "setting" in field.metadata:
+                yield field, field.metadata["setting"], field.metadata["section"]
 
 
 def build(kind: type) -> ml_collections.ConfigDict:

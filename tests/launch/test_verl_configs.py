@@ -7,12 +7,15 @@ Therefore no setting of the launcher and no new field of configs/default.py is f
 `python -m pytest -s tests/launch/test_verl_configs.py -k difference` prints the comparison.
 """
 
+import dataclasses
 import importlib
 import json
 import pathlib
 
 import pytest
 
+from configs.default import get_config
+from semrl_jax.algorithms import grpo, ppo
 from semrl_jax.runs import validate
 from semrl_jax.settings.rules import flatten
 
@@ -136,10 +139,10 @@ COUNTERPARTS_IN_CODE = {
     "add_special_tokens": ("data.add_special_tokens", same),
     "epsilon of the advantage": ("algorithms.advantage.epsilon", same),
     "tokens seen by differences": ("metrics.window", only(512, "release")),
-    "tokens of the bonus": ("shaping.tokens", same),
-    "first value of the baseline": ("shaping.ema_init", only(0.0, "zero")),
-    "steps the baseline lags": ("shaping.ema_lag", same),
-    "difference of a short response": ("shaping.invalid", only(0.0, "zeros")),
+    "tokens of the bonus": ("shaping.reproduce_release", only("last", True)),
+    "first value of the baseline": ("shaping.reproduce_release", only(0.0, True)),
+    "steps the baseline lags": ("shaping.reproduce_release", only(2, True)),
+    "difference of a short response": ("shaping.reproduce_release", only(0.0, True)),
     "guidance": ("shaping.guidance", only("the first indicator", "effective_rank_acceleration")),
     "score of a wrong response without a box": ("rewards.unboxed_penalty", same),
     "stop_token_ids": ("rollout.stop_token_ids", tuple),
@@ -224,6 +227,9 @@ NONE = {
     "trainer.val_before_train": "always, with evaluation.every_steps above 0",
     "trainer.val_only": "off",
 }
+OF_OTHERS = set(get_config().algorithms.advantage) - {
+    field.name for kind in (grpo.Options, ppo.Options) for field in dataclasses.fields(kind)
+}
 # Our fields, or beginnings of them, for which the launcher has no setting.
 OURS_ALONE = {
     "seed": "the launcher fixes none",
@@ -272,16 +278,10 @@ OURS_ALONE = {
     "rollout.stop_words": "the release's are set by their ids",
     "rollout.stop_strings": "not in its training", "evaluation.stop_strings": "follows rollout",
     "algorithms.batch_rules.": "not in the release, off",
-    **dict.fromkeys(
-        ("algorithms.advantage.quantile", "algorithms.advantage.normalise",
-         "algorithms.advantage.positive_weight", "algorithms.advantage.negative_weight",
-         "algorithms.advantage.threshold", "algorithms.advantage.baseline_shift",
-         "algorithms.advantage.group_baseline", "algorithms.advantage.kl_reward_coefficient",
-         "algorithms.advantage.baseline_rate", "algorithms.advantage.kl_target",
-         "algorithms.advantage.correction", "algorithms.advantage.false_positive_rate",
-         "algorithms.advantage.false_negative_rate",
-         "algorithms.advantage.kl_horizon"),
-        "of other algorithms"),
+    **{f"algorithms.advantage.{name}": "of other algorithms" for name in OF_OTHERS},
+    "algorithms.advantage.kl_reward_coefficient": "0: the KL is in the loss, as there",
+    "algorithms.advantage.kl_target": "of a KL in the reward",
+    "algorithms.advantage.kl_horizon": "of a KL in the reward",
     "algorithms.loss.surrogate": "clip, the only one there",
     "algorithms.loss.clip_epsilon_high": "0: symmetric, as there",
     "algorithms.loss.dual_clip": "off, as there", "algorithms.loss.opmd_tau": "of opmd",
@@ -307,10 +307,7 @@ DEPARTURES = {
     "metrics.names": ("effective_rank",),
     "metrics.window": "exact",
     "model.remat": "dots",
-    "shaping.ema_init": "first_batch",
-    "shaping.ema_lag": 1,
-    "shaping.invalid": "excluded",
-    "shaping.tokens": "all",
+    "shaping.reproduce_release": False,
 }
 PPO = {"algorithms.name": "ppo", "rollout.group_size": 1}
 DEPARTURES_OF = {

@@ -21,23 +21,23 @@ def signal(values, baselines, explore, exploit, guidance, *, gain=2.0, mixing="a
     return phi
 
 
-def shaped(advantages, mask, phis, kappa, tokens="all"):
+def shaped(advantages, mask, phis, kappa, last_only=False):
     """Advantages plus their bonus; phi is None for a response that gets none."""
     result = np.zeros(np.shape(advantages))
     for i in range(len(advantages)):
         valid = [t for t in range(len(mask[i])) if mask[i][t]]
         for t in valid:
             result[i, t] = advantages[i][t]
-            if phis[i] is not None and (tokens == "all" or t == valid[-1]):
+            if phis[i] is not None and (not last_only or t == valid[-1]):
                 result[i, t] += min(max(phis[i], 0.0), abs(advantages[i][t]) / kappa)
     return result
 
 
-def baselines(means, alpha, ema_init, ema_lag):
+def baselines(means, alpha, release):
     """Baseline at each step, None while there is none; means[t] is None for an empty batch."""
-    result, mu = [], None if ema_init == "first_batch" else 0.0
+    result, mu = [], 0.0 if release else None
     for step in range(len(means)):
-        seen = step - ema_lag
+        seen = step - (2 if release else 1)
         if seen >= 0 and means[seen] is not None:
             mu = means[seen] if mu is None else (1 - alpha) * mu + alpha * means[seen]
         result.append(mu)
@@ -52,8 +52,8 @@ def with_zero(row, name):
 
 
 def run(
-    batches, *, target, tokens, mixing, scale, ema_init, ema_lag, invalid, alpha, gain, eta, kappa,
-    indicators, explore_weights, exploit_weights, guidance,
+    batches, *, target, mixing, scale, reproduce_release, alpha, gain, eta, kappa, indicators,
+    explore_weights, exploit_weights, guidance,
 ):  # fmt: skip
     """Some steps under any options; yields what each step makes and the baselines it leaves.
 
@@ -67,7 +67,7 @@ def run(
     for step, batch in enumerate(batches):
         num = len(batch["mask"])
         rows = [{name: batch["values"][name][i] for name in tracked} for i in range(num)]
-        if invalid == "zeros":
+        if reproduce_release:
             rows = [{name: with_zero(row, name) for name in row} for row in rows]
         rows = [
             {
@@ -78,7 +78,7 @@ def run(
         ]
         valid = [all(row[name] is not None for name in used) for row in rows]
         known = {name: mu.get(name, 0.0) for name in tracked}
-        active = step > 0 and (ema_init == "zero" or all(name in mu for name in used))
+        active = step > 0 and (reproduce_release or all(name in mu for name in used))
         strength = eta * (1 - (q + 1) / 2) if scale == "performance" else eta
         phis, deviations = [], {name: [] for name in tracked}
         for row, is_valid in zip(rows, valid):
@@ -92,17 +92,17 @@ def run(
             )  # fmt: skip
             phis.append(strength * phi)
             for name in tracked:
-                if row[name] is not None and (ema_init == "zero" or name in mu):
+                if row[name] is not None and (reproduce_release or name in mu):
                     d = (row[name] - known[name]) / (abs(known[name]) + 1e-8)
                     deviations[name].append(min(max(d, -5.0), 5.0))
         given = phis if target in ("advantage", "both") else [None] * num
-        result = shaped(batch["advantages"], batch["mask"], given, kappa, tokens)
+        result = shaped(batch["advantages"], batch["mask"], given, kappa, reproduce_release)
         plain = shaped(batch["advantages"], batch["mask"], [None] * num, kappa)
         counts = np.asarray(batch["mask"])
         cut, could = 0, 0
         for i in range(num):
             places = np.flatnonzero(counts[i])
-            for t in places if tokens == "all" else places[-1:]:
+            for t in places[-1:] if reproduce_release else places:
                 if given[i] is not None:
                     could += 1
                     cut += max(given[i], 0.0) > abs(plain[i, t]) / kappa
@@ -125,13 +125,13 @@ def run(
         kept = [row for row, is_valid in zip(rows, valid) if is_valid]
         means = {name: [row[name] for row in kept if row[name] is not None] for name in tracked}
         means = {name: _mean(found) for name, found in means.items() if found}
-        taken, waiting = (waiting, means) if ema_lag == 2 else (means, {})
+        taken, waiting = (waiting, means) if reproduce_release else (means, {})
         for name, mean in taken.items():
-            if ema_init == "first_batch" and name not in mu:
+            if not reproduce_release and name not in mu:
                 mu[name] = mean
             else:
                 mu[name] = (1 - alpha) * mu.get(name, 0.0) + alpha * mean
-        if ema_lag == 1 or step > 0:
+        if not reproduce_release or step > 0:
             q = (1 - alpha) * q + alpha * batch["reward"]
 
 

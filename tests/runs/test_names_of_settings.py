@@ -7,12 +7,11 @@ import re
 
 import pytest
 
-from configs import default
+from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.moved import MOVED, REMOVED
-from semrl_jax.settings.rules import flatten
 
 ROOT = pathlib.Path(__file__).parents[2]
-FIELDS = list(flatten(default.get_config()))
+FIELDS = list(known_settings())
 SECTIONS = sorted({field.partition(".")[0] for field in FIELDS if "." in field})
 NAME = re.compile(rf"(?<![\w./-])(?:config\.)?((?:{'|'.join(SECTIONS)})(?:\.[a-z]\w*)+)(?![\w(])")
 OTHERS = re.compile(

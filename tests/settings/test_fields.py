@@ -8,6 +8,7 @@ import runpy
 import pytest
 
 from configs import default
+from semrl_jax.settings import moved
 from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
@@ -87,3 +88,26 @@ def test_the_page_is_current():
     assert (ROOT / "docs" / "configuration.md").read_text() == made["page"](), (
         "run: python docs/make_configuration.py"
     )
+
+
+def test_one_setting_has_the_defects_of_the_release():
+    config = default.get_config()
+    windows = [config.metrics, config.evaluation.metric_options]
+    assert [section.window for section in windows] == ["exact", "exact"]
+    config.shaping.reproduce_release = True
+    assert [section.window for section in windows] == ["release", "release"]
+    config.metrics.window = "later"  # it may be set alone, too
+    config.shaping.reproduce_release = False
+    assert [section.window for section in windows] == ["later", "later"]
+
+
+def test_a_record_with_all_defects_of_the_release_has_the_one_setting():
+    fields = moved.RELEASE | {"shaping.eta": 2.0, "shaping.indicators": ["curvature"]}
+    assert moved.with_present_names(fields) == {
+        "shaping.eta": 2.0,
+        "shaping.indicators": ["curvature"],
+        "shaping.reproduce_release": True,
+    }
+    one = {"shaping.tokens": "last", "shaping.invalid": "excluded"}
+    assert moved.with_present_names(one) == {"shaping.tokens": "last"}  # no longer possible
+    assert "removed" in moved.new_places("shaping.tokens")

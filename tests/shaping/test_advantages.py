@@ -93,10 +93,10 @@ def test_bonus_by_hand():
 
 @given(
     seed=st.integers(0, 2**31 - 1),
-    tokens=st.sampled_from(["all", "last"]),
+    release=st.booleans(),
     mixing=st.sampled_from(["adaptive", "half", "sum"]),
 )
-def test_shaping_matches_float64_loops(seed, tokens, mixing):
+def test_shaping_matches_float64_loops(seed, release, mixing):
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(4, 3)) * 5 + BASELINES
     rows = rows.astype(np.float32)
@@ -105,7 +105,12 @@ def test_shaping_matches_float64_loops(seed, tokens, mixing):
     advantages = rng.normal(size=(4, 5)).astype(np.float32)
     advantages[~MASK] = np.nan
     actual, report = shape(
-        advantages, metrics_of(rows, valid), MASK, state_with(), tokens=tokens, mixing=mixing
+        advantages,
+        metrics_of(rows, valid),
+        MASK,
+        state_with(),
+        reproduce_release=release,
+        mixing=mixing,
     )
     used = [True, True, True] if mixing == "adaptive" else [False, True, True]
     phis = [
@@ -114,7 +119,7 @@ def test_shaping_matches_float64_loops(seed, tokens, mixing):
         else None
         for row, v in zip(rows, valid)
     ]
-    expected = oracle.shaped(advantages, MASK, phis, 2.0, tokens)
+    expected = oracle.shaped(advantages, MASK, phis, 2.0, release)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)  # a dozen float32 roundings
     known = [phi for phi in phis if phi is not None]
     np.testing.assert_allclose(
@@ -184,7 +189,7 @@ def test_invalid_responses_get_nothing_unless_zeros_are_asked_for():
     valid = [(True, True, True), (False, False, True)]
     metrics, state = metrics_of(rows, valid), state_with((-0.5, 4.0, 20.0))
     np.testing.assert_array_equal(np.asarray(by_name.reward_bonus(metrics, state)) != 0, [1, 0])
-    phi = by_name.reward_bonus(metrics, state, invalid="zeros")
+    phi = by_name.reward_bonus(metrics, state, reproduce_release=True)
     expected = oracle.signal((0, 0, 30), (-0.5, 4.0, 20.0), (0, 0, 1), (0, 1, 0), 0)
     np.testing.assert_allclose(phi[1], expected, rtol=1e-5)
 
@@ -293,8 +298,7 @@ def test_empty_rows_and_batches_stay_finite():
         ({"indicators": (ERA, ERV, "rank")}, "'rank'"),
         ({"guidance": "rank"}, "state holds 3 baselines"),
         ({"guidance": "curvature"}, "state holds 3 baselines"),
-        *(({field: "odd"}, f"{field}='odd'") for field in ("target", "tokens", "mixing", "scale")),
-        *(({field: "odd"}, f"{field}='odd'") for field in ("ema_init", "invalid")),
+        *(({field: "odd"}, f"{field}='odd'") for field in ("target", "mixing", "scale")),
         # In float32 it is 1, and |A| / kappa would cancel the advantage.
         ({"kappa": 1 + 1e-9}, "kappa=1.000000001 must be above 1 in float32"),
         # Infinite in float32: 0 times it is no number.
@@ -328,7 +332,6 @@ def test_wrong_shapes_and_missing_metrics_are_refused():
         ({"alpha": 1.5}, "alpha=1.5"),
         ({"alpha": -0.1}, "alpha=-0.1"),
         ({"alpha": float("nan")}, "alpha=nan"),
-        ({"ema_lag": 3}, "ema_lag=3"),
     ],
 )
 def test_mistakes_in_the_baseline_options_are_refused(options, message):
@@ -347,7 +350,8 @@ def test_mistakes_in_the_baseline_options_are_refused(options, message):
         ({"kappa": "2"}, "shaping.kappa='2' must be a Python number"),
         ({"alpha": None}, "shaping.alpha=None must be a Python number"),
         ({"eta": True}, "shaping.eta=True must be a Python number"),
-        ({"ema_lag": True}, "shaping.ema_lag=True is unknown"),
+        ({"reproduce_release": 1}, "shaping.reproduce_release=1 is unknown"),
+        ({"reproduce_release": "last"}, "shaping.reproduce_release='last' is unknown"),
         ({"mixing": np.array(["half", "sum"])}, "is unknown; it must be one of 'adaptive'"),
         ({"indicators": ER}, "shaping.indicators='effective_rank' must be a tuple of names"),
         ({"indicators": None}, "shaping.indicators=None must be a tuple of names"),
@@ -419,5 +423,6 @@ def test_an_indicator_without_a_baseline_is_not_compared():
     _, report = shape(np.ones((4, 5)), METRICS, MASK, state, mixing="half")
     assert report["shaping/active"] == 1.0
     assert report[f"shaping/deviation/{ERA}/mean"] == 0.0
-    _, from_zero = shape(np.ones((4, 5)), METRICS, MASK, state, mixing="half", ema_init="zero")
+    options = {"mixing": "half", "reproduce_release": True}
+    _, from_zero = shape(np.ones((4, 5)), METRICS, MASK, state, **options)
     assert from_zero[f"shaping/deviation/{ERA}/mean"] != 0.0

@@ -115,17 +115,17 @@ def test_values_at_context_reach_nothing():
     assert scalars == same_scalars
 
 
-@pytest.mark.parametrize("tokens", ["all", "last"])
-def test_shaping_takes_the_tokens_of_the_policy(tokens):
+@pytest.mark.parametrize("release", [False, True])
+def test_shaping_takes_the_tokens_of_the_policy(release):
     random = np.random.default_rng(0)
     advantages = np.where(MASK, random.normal(size=MASK.shape), np.nan).astype(np.float32)
-    state, options = state_with(), {"tokens": tokens, "eta": 0.5}
+    state, options = state_with(), {"reproduce_release": release, "eta": 0.5}
     shaped, report = shape(advantages, METRICS, MASK, state, **options)
     signal = [
         0.5 * shaping_oracle.signal(row, BASELINES, (0.0, 0.0, 1.0), (0.0, 1.0, 0.0), 0)
         for row in zip(*(METRICS[name] for name in list(METRICS)[:3]))
     ]
-    expected = shaping_oracle.shaped(advantages, MASK, signal, 2.0, tokens)
+    expected = shaping_oracle.shaped(advantages, MASK, signal, 2.0, release)
     np.testing.assert_allclose(shaped, expected, rtol=1e-5)
     # The same tokens with nothing between them.
     order = np.argsort(~MASK, axis=1, kind="stable")
