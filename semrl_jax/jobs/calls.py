@@ -1,4 +1,4 @@
-"""Sampling in calls, one after the other or two at a time, with progress."""
+"""Sampling in calls, each written when it is done, so that a later start continues."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import ml_collections
 
+from semrl_jax.jobs.result_directory import ResultDirectory
 from semrl_jax.support.console import Bar, Reporter
 from semrl_jax.types import Rollout
 
-Call = TypeVar("Call")
+
+@runtime_checkable
+class HasPart(Protocol):
+    """Responses that are sampled and written together; `part` names their files."""
+
+    @property
+    def part(self) -> str: ...
+
+    @property
+    def num_responses(self) -> int: ...
+
+
+Call = TypeVar("Call", bound=HasPart)
 
 EXIT_PREEMPTED = 75
 GRACE_S = 10.0
@@ -69,3 +82,31 @@ class Progress:
             self._printed_s = now
             count = f"{self._name}: {self._done}/{self._total} responses"
             self._reporter.line(", ".join(filter(None, (count, pace))))
+
+
+def sample_calls(
+    calls: Sequence[Call],
+    sample: Callable[[Call, Callable[[Rollout], None]], None],
+    config: ml_collections.ConfigDict,
+    directory: ResultDirectory,
+    reporter: Reporter,
+    name: str,
+    label: str = "",
+) -> int:
+    """Samples the calls that have no part yet; returns how many responses these have.
+
+    Args:
+      sample: samples a call and writes its part; it calls the function for each response.
+      name: of the progress.
+      label: before the line that says how many responses are there already.
+    """
+    todo = [call for call in calls if not directory.has_part(call.part)]
+    total = sum(call.num_responses for call in calls)
+    missing = sum(call.num_responses for call in todo)
+    done = total - missing
+    if done:
+        reporter.line(f"{label}{done} of {total} responses are there already")
+    with reporter.bar(name, total, "responses", done=done) as bar, workers(config) as run:
+        progress = Progress(name, total, done, bar, reporter)
+        run(lambda call: sample(call, progress.count), todo)
+    return missing

@@ -32,7 +32,7 @@ from semrl_jax.evaluation.interface import Plan, load_scores
 from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.evaluation.sample_files import read_samples
 from semrl_jax.evaluation.samples import Sample
-from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
+from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, sample_calls
 from semrl_jax.jobs.inference import Inference, check_inference, dry_run_policy, open_inference
 from semrl_jax.jobs.result_directory import SAMPLES, ResultDirectory, open_results
 from semrl_jax.metrics import Measurement, MetricKey
@@ -48,6 +48,7 @@ from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import batch_scores, find_reward_model
 from semrl_jax.training.rollout_batch import pad_batch
+from semrl_jax.types import Rollout
 
 # Settings of all benchmarks that decide which responses are sampled.
 SAMPLING_FIELDS = (
@@ -359,31 +360,24 @@ def _sample_calls(
     name: str,
 ) -> None:
     """Samples the calls that have no part yet."""
-    todo = [call for call in calls if not directory.has_part(call.part)]
-    total = sum(call.num_responses for call in calls)
-    done = total - sum(call.num_responses for call in todo)
-    if done:
-        reporter.line(f"{name}: {done} of {total} responses are there already")
-    with reporter.bar(name, total, "responses", done=done) as bar, workers(evaluator.config) as run:
-        progress = Progress(name, total, done, bar, reporter)
 
-        def sample(call: Call) -> None:
-            plan = call.plan
-            places = range(call.first, call.last)
-            in_benchmark = [(call.benchmark, place) for place in places]
-            items = judged(evaluator.sample(in_benchmark, plan, progress.count))
-            lists = evaluator.samples(call.benchmark, places, plan, items)
-            with stop.deferred():
-                directory.write_part(
-                    call.part,
-                    [sample for samples in lists for sample in samples],
-                    items.mean_states,
-                )
+    def sample(call: Call, arrived: Callable[[Rollout], None]) -> None:
+        plan = call.plan
+        places = range(call.first, call.last)
+        in_benchmark = [(call.benchmark, place) for place in places]
+        items = judged(evaluator.sample(in_benchmark, plan, arrived))
+        lists = evaluator.samples(call.benchmark, places, plan, items)
+        with stop.deferred():
+            directory.write_part(
+                call.part, [*itertools.chain.from_iterable(lists)], items.mean_states
+            )
 
-        began = time.monotonic()
-        run(sample, todo)
-    if todo:
-        seconds, count = time.monotonic() - began, total - done
+    began = time.monotonic()
+    count = sample_calls(
+        calls, sample, evaluator.config, directory, reporter, name, label=f"{name}: "
+    )
+    if count:
+        seconds = time.monotonic() - began
         reporter.line(f"{name}: {count} responses in {seconds:.1f} s ({count / seconds:.1f}/s)")
 
 

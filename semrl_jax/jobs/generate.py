@@ -11,7 +11,7 @@ import contextlib
 import functools
 import pathlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -20,7 +20,7 @@ import numpy as np
 from semrl_jax import data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.evaluation import generated_files as files
-from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
+from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, sample_calls
 from semrl_jax.jobs.inference import Inference, dry_run_policy, open_inference
 from semrl_jax.jobs.result_directory import PARTS, ResultDirectory, open_results
 from semrl_jax.models.of_config import build_policy
@@ -35,7 +35,7 @@ from semrl_jax.support import compilation
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.support.parquet import ParquetFile
-from semrl_jax.types import HiddenStateParams, SampleRequest
+from semrl_jax.types import HiddenStateParams, Rollout, SampleRequest
 
 RECORD = "generation.json"
 GRADER_OPTIONS = ("timeout_s", "num_workers", "memory_limit_gib")  # of config.rewards
@@ -72,6 +72,11 @@ class Call(NamedTuple):
     number: int
     first: int
     last: int
+
+    @property
+    def num_responses(self) -> int:
+        """How many it has."""
+        return self.last - self.first
 
     @property
     def part(self) -> str:
@@ -173,7 +178,7 @@ def _generate(
                 directory.path,
                 run_id=directory.run_id,
                 attempt_id=secrets.token_hex(8),
-                num_requests=max(call.last - call.first for call in calls),
+                num_requests=max(call.num_responses for call in calls),
                 reporter=reporter,
                 stop=stop,
             )
@@ -206,19 +211,18 @@ class Generation(NamedTuple):
 
     def sample_calls(self, calls: Sequence[Call], reporter: Reporter, stop: StopRequest) -> None:
         """Samples the calls that have no part yet."""
-        todo = [call for call in calls if not self.directory.has_part(call.part)]
-        total = calls[-1].last
-        done = total - sum(call.last - call.first for call in todo)
-        if done:
-            reporter.line(f"{done} of {total} responses are there already")
-        with (
-            reporter.bar("generate", total, "responses", done=done) as bar,
-            workers(self.inference.config) as run,
-        ):
-            progress = Progress("generate", total, done, bar, reporter)
-            run(lambda call: self._sample(call, len(calls), progress, stop), todo)
+        sample_calls(
+            calls,
+            lambda call, arrived: self._sample(call, len(calls), arrived, stop),
+            self.inference.config,
+            self.directory,
+            reporter,
+            "generate",
+        )
 
-    def _sample(self, call: Call, num_calls: int, progress: Progress, stop: StopRequest) -> None:
+    def _sample(
+        self, call: Call, num_calls: int, arrived: Callable[[Rollout], None], stop: StopRequest
+    ) -> None:
         config, states = self.inference.config, self.contents.states
         requests = [self._request(response) for response in range(call.first, call.last)]
         asked = {request.group_id: self.prompts[request.group_id] for request in requests}
@@ -231,7 +235,7 @@ class Generation(NamedTuple):
             measuring=Measuring(options, self.measurer) if config.evaluation.metrics else None,
             stop_strings=config.evaluation.stop_strings,
             states=states,
-            arrived=progress.count,
+            arrived=arrived,
             **{name: config.evaluation[name] for name in ("temperature", "top_p", "top_k")},
         )
         with stop.deferred():
