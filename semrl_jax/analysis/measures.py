@@ -31,6 +31,7 @@ from semrl_jax.analysis.study_sources import StudiedResponse
 from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.names import ORDERS, metric_name
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.response_files import KEYS
 from semrl_jax.support.rounding import next_power_of_two
 
 MIN_BUCKET = 64  # tokens; few shapes are compiled
@@ -192,8 +193,8 @@ class Measured:
     """Two tables, as dicts of columns; the first columns are integers, the others floats.
 
     Attributes:
-      responses: `prompt`, `sample`, and the measures of each response.
-      prompts: `prompt`, `num_responses`, and the measures of each prompt.
+      responses: `group_id`, `sample_index`, and the measures of each response.
+      prompts: `group_id`, `num_responses`, and the measures of each prompt.
     """
 
     responses: dict[str, np.ndarray]
@@ -227,8 +228,8 @@ def measure(
     of_prompt = {name: f for name, f in PROMPT_MEASURES.items() if wanted(name)}
     needs_stack = any(f"{name}_stacked" in of_prompt for name in RANKS)
     lengths: list[int] = []
-    for prompt, group in itertools.groupby(responses, key=lambda response: response.prompt):
-        group = sorted(group, key=lambda response: response.sample)
+    for group_id, group in itertools.groupby(responses, key=lambda response: response.group_id):
+        group = sorted(group, key=lambda response: response.sample_index)
         lengths += [len(response.states) for response in group]
         features = np.stack([_mean_state(response.states) for response in group])
         novelties = np.full(len(group), math.nan)
@@ -241,7 +242,7 @@ def measure(
         ]
         found = [{name: f(item) for name, f in RESPONSE_MEASURES.items()} for item in items]
         rows += [
-            {"prompt": prompt, "sample": item.response.sample}
+            {name: getattr(item.response, name) for name in KEYS}
             | {name: row[name] for name in of_response}
             | {name: item.ranks[metric_name(name)] for name in names}
             for item, row in zip(items, found)
@@ -252,7 +253,7 @@ def measure(
             stacked = _of_states(states, RANKS[:1], options)
         whole = Group(items, found, stacked, features)
         prompt_rows.append(
-            {"prompt": prompt, "num_responses": len(group)}
+            {"group_id": group_id, "num_responses": len(group)}
             | {name: f(whole) for name, f in of_prompt.items()}
         )
     enough = sum(length >= 2 for length in lengths)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import pyarrow as pa
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from semrl_jax import models
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
+from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import read_json_object
-from semrl_jax.support.parquet import ParquetFile, check_token_ids, with_types
+from semrl_jax.support.response_files import IDS
 
 MICRO_BATCH = 16
-COLUMNS = ("prompt_ids", "response_ids")
-MASK = "response_mask"  # without this column, the policy sampled every response token
 
 
 class RunSteps(NamedTuple):
@@ -105,9 +104,10 @@ def run_states(
     run = find_steps(workdir)
     states = {}
     for step in run.steps:
-        prompts, responses, masks = _read_responses(run.rollouts[step])
+        rows = read_responses(run.rollouts[step], optional=())
+        prompts, responses = ([row[name] for row in rows] for name in IDS)
         found = response_states(run.policy, run.params(step), prompts, responses)
-        states[step] = [rows[mask] for rows, mask in zip(found, masks)]
+        states[step] = [one[row["response_mask"]] for one, row in zip(found, rows)]
     return states, run.stride
 
 
@@ -148,24 +148,30 @@ def response_states(
     return states
 
 
-def _read_responses(
-    file: pathlib.Path,
-) -> tuple[list[np.ndarray], list[np.ndarray], list[Bool[np.ndarray, " _"]]]:
-    """Token ids of one step, and which response tokens the policy sampled."""
-    source = ParquetFile(file)
-    masked = MASK in source.names
-    table = source.table([name for name in (*COLUMNS, MASK) if name in source.names])
-    table = with_types(table, {MASK: pa.list_(pa.bool_())}, file)
-    missing = set(COLUMNS) - set(table.column_names)
-    if missing or not len(table):
-        raise UserError(f"{file} must hold responses with the columns {', '.join(COLUMNS)}.")
-    check_token_ids(table, file)
-    prompts, responses = (
-        [np.asarray(ids, np.int32) for ids in table[name].to_pylist()] for name in COLUMNS
-    )
-    if not masked:
-        return prompts, responses, [np.ones(len(ids), bool) for ids in responses]
-    return prompts, responses, [np.asarray(mask, bool) for mask in table[MASK].to_pylist()]
+def read_responses(
+    file: pathlib.Path, needed: Sequence[str] = (), optional: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a file, see `response_files.read`, with token ids and masks as arrays.
+
+    Without the column `response_mask`, the policy sampled every response token.
+
+    Raises:
+      UserError: if the file has no response, or a mask has not the length of its response.
+    """
+    optional = None if optional is None else (*optional, "response_mask")
+    rows = response_files.read(file, (*IDS, *needed), optional).to_pylist()
+    if not rows:
+        raise UserError(f"{file} has no response.")
+    for row in rows:
+        row |= {name: np.asarray(row[name], np.int32) for name in IDS}
+        mask, num_tokens = row.get("response_mask"), len(row["response_ids"])
+        row["response_mask"] = np.asarray([True] * num_tokens if mask is None else mask, bool)
+        if len(row["response_mask"]) != num_tokens:
+            raise UserError(
+                f"{file}: a response has {num_tokens} tokens and a mask of {len(mask)}; it is "
+                "damaged, so name another step."
+            )
+    return rows
 
 
 def load_weights(

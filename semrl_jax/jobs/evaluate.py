@@ -30,8 +30,7 @@ from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
 from semrl_jax.evaluation.graders import open_graders, takes_rows
 from semrl_jax.evaluation.interface import Plan, load_scores
 from semrl_jax.evaluation.problems import load_problems
-from semrl_jax.evaluation.sample_files import read_samples
-from semrl_jax.evaluation.samples import Sample
+from semrl_jax.evaluation.samples import Sample, read_samples
 from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, sample_calls
 from semrl_jax.jobs.inference import Inference, check_inference, dry_run_policy, open_inference
 from semrl_jax.jobs.result_directory import SAMPLES, ResultDirectory, open_results
@@ -306,7 +305,7 @@ def _evaluate_policy(
     samples = list(itertools.chain.from_iterable(finished.values()))
     directory.finish(samples, over_set)
     options = {
-        name: options_of(config.evaluation, {"n": max(s.sample for s in of_name) + 1})
+        name: options_of(config.evaluation, {"n": max(s.sample_index for s in of_name) + 1})
         for name, of_name in finished.items()
     } | {name: benchmark.options for name, benchmark in benchmarks.items()}
     figures = results.evaluate(
@@ -395,7 +394,7 @@ def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -
     expected = itertools.product(
         [call.benchmark.name], range(call.first, call.last), range(call.plan.num_samples)
     )
-    if [(s.benchmark, s.problem, s.sample) for s in samples] != list(expected):
+    if [(s.benchmark, s.group_id, s.sample_index) for s in samples] != list(expected):
         raise UserError(
             f"{file} does not have all responses to {call.benchmark.name!r:.100}; remove it, and "
             "the same command samples them again."

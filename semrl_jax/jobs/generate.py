@@ -31,10 +31,9 @@ from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.runs.workdir import versions
 from semrl_jax.sampling.prompt_sources import check_prompts, prompts_of_files
 from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
-from semrl_jax.support import compilation
+from semrl_jax.support import compilation, response_files
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import Preempted, UserError
-from semrl_jax.support.parquet import ParquetFile
 from semrl_jax.types import HiddenStateParams, Rollout, SampleRequest
 
 RECORD = "generation.json"
@@ -248,7 +247,7 @@ class Generation(NamedTuple):
                 with_logprobs=self.contents.logprobs,
                 is_graded=self.grader is not None,
             )
-            files.write_table(self.directory.part(call.part), table)
+            self.directory.write_table(call.part, table)
 
     def _request(self, response: int) -> SampleRequest:
         config = self.inference.config
@@ -268,7 +267,7 @@ class Generation(NamedTuple):
         parts = [self.directory.part(call.part) for call in calls]
         if self.contents.states is not None:
             files.write_states_index(path, parts, self.contents.states)
-        files.join_tables(parts, path / files.RESPONSES)
+        response_files.join(parts, path / files.RESPONSES)
         for part in parts:
             part.unlink()
         (path / PARTS).rmdir()
@@ -277,7 +276,7 @@ class Generation(NamedTuple):
         """Writes the conversations, and prints what was generated."""
         path, config = self.directory.path, self.inference.config
         names = ["num_tokens", "finish_reason"] + ["correct"] * (self.grader is not None)
-        table = ParquetFile(path / files.RESPONSES).table(names)
+        table = response_files.read(path / files.RESPONSES, names, ())
         lengths = table["num_tokens"].to_numpy()
         finished = np.isin(table["finish_reason"].to_pylist(), files.FINISHED)
         line = (

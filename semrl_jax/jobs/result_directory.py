@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Float
 
-from semrl_jax.evaluation.sample_files import read_samples, write_samples
-from semrl_jax.evaluation.samples import Sample
+from semrl_jax.evaluation.samples import Sample, read_samples, write_samples
+from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import (
     jsonable,
@@ -99,6 +100,11 @@ class ResultDirectory:
             with replacing(self.part(name, ".npy")) as out:
                 out.write(content.getvalue())
         write_samples(self.part(name), samples)
+
+    def write_table(self, name: str, table: pa.Table) -> None:
+        """Writes a part."""
+        (self.path / PARTS).mkdir(exist_ok=True)
+        response_files.write(self.part(name), table)
 
     def read_part(self, name: str) -> tuple[list[Sample], Float[np.ndarray, "B L D"] | None]:
         """What `write_part` wrote; UserError if a file is damaged."""

@@ -9,7 +9,7 @@ import pytest
 
 from semrl_jax.evaluation.evaluator import Benchmark
 from semrl_jax.evaluation.interface import Plan
-from semrl_jax.evaluation.sample_files import write_samples
+from semrl_jax.evaluation.samples import write_samples
 from semrl_jax.evaluation.scores import pass_at_k
 from semrl_jax.jobs import result_directory
 from semrl_jax.jobs.evaluate import Call, _check_complete
