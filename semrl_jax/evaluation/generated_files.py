@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -63,12 +64,12 @@ def shard_name(number: int, count: int) -> str:
 
 
 def write_states(
-    file: pathlib.Path,
+    out: BinaryIO,
     items: Sequence[ScoredRollout],
     prompts: Sequence[data.PromptExample],
     asked: HiddenStateParams,
 ) -> None:
-    """Writes the hidden states of responses as safetensors; the file is complete or missing.
+    """Writes the hidden states of responses as safetensors.
 
     Tensors: `<group_id>/<sample_index>/decode` [T, L, D], row t produced response token t; and
     `<group_id>/prefill` [P, L, D], row p is at prompt token p. The prefill states of a prompt
@@ -84,8 +85,7 @@ def write_states(
             states = rollout.hidden_states if is_decode else rollout.prompt_states
             tensors[name] = np.ascontiguousarray(states[:, planes])
     metadata = {"layers": ",".join(map(str, asked.layers))}
-    with replacing(file) as out:
-        write_tensors(out, tensors, metadata)
+    write_tensors(out, tensors, metadata)
 
 
 def state_names(prompt: int, sample: int, asked: HiddenStateParams) -> list[str]:

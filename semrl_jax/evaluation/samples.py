@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from semrl_jax import data
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
@@ -103,12 +105,17 @@ def _of_problem(problem: data.PromptExample, place: int) -> dict[str, Any]:
     }
 
 
-def write_samples(file: pathlib.Path, samples: Sequence[Sample]) -> None:
-    """Writes samples.parquet; the file is complete or missing."""
+def table_of(samples: Sequence[Sample]) -> pa.Table:
+    """The samples as a table of responses."""
     columns = {name: [getattr(sample, name) for sample in samples] for name in COLUMNS}
     for label in sorted({label for sample in samples for label in sample.metrics}):
         columns[METRICS + label] = [sample.metrics.get(label) for sample in samples]
-    response_files.write(file, response_files.table_of(columns))
+    return response_files.table_of(columns)
+
+
+def write_samples(file: pathlib.Path, samples: Sequence[Sample]) -> None:
+    """Writes samples.parquet; the file is complete or missing."""
+    response_files.write(file, table_of(samples))
 
 
 def read_samples(file: pathlib.Path) -> list[Sample]:

@@ -88,7 +88,8 @@ def test_states_of_the_layers_asked_for_are_in_the_shards(tmp_path, dtype):
     asked = HiddenStateParams((1, -1), dtype, ("decode", "prefill"))
     parts = [tmp_path / f"{n}.parquet" for n in range(2)]
     for number, of_call in enumerate((items[:1], items[1:])):
-        files.write_states(tmp_path / files.shard_name(number, 2), of_call, PROMPTS, asked)
+        with open(tmp_path / files.shard_name(number, 2), "wb") as out:
+            files.write_states(out, of_call, PROMPTS, asked)
         response_files.write(parts[number], table_of(of_call))
     files.write_states_index(tmp_path, parts, asked)
     index = json.loads((tmp_path / files.STATES_INDEX).read_text())
