@@ -277,7 +277,7 @@ def length(data):
             spearmanr(tokens, values, nan_policy="omit")[0]
             for values in (ranks, velocity, acceleration)
         ]
-        table = {"prompt": found["prompt"][chosen], "length": tokens}
+        table = {"group_id": found["prompt"][chosen], "length": tokens}
         table |= dict(zip(SHORT.values(), (ranks, velocity, acceleration)))
         for pair in (("ER", "ERV"), ("ER", "ERA")):
             for subset in ("all", "equal length"):

@@ -39,33 +39,32 @@ COLUMNS = {
     "benchmark": Column(TEXT, "data source of the prompt; not in training steps"),
     "group_id": Column(
         WHOLE,
-        "number of the prompt: counted over the run, over the problems of a run's evaluation, in "
-        "the benchmark of `launch.evaluate`, or over the rows of `launch.generate`; from 0",
+        "number of the prompt from 0: in a run over its training or its problems, in "
+        "`launch.evaluate` in the benchmark, in `launch.generate` the row of the files",
     ),
     "sample_index": Column(WHOLE, "number of the response among those to its prompt, from 0"),
     "question": Column(TEXT, "what the user asks, without the template; not in a run"),
     "prompt": Column(
-        TEXT, "with the template; in a run with special tokens; not in `launch.evaluate`"
+        TEXT, "with template, in a run with special tokens too; not in `launch.evaluate`"
     ),
     "reference": Column(TEXT, "reference answer; null without one"),
     "problem_type": Column(TEXT, 'such as "Algebra", or ""; only in `launch.evaluate`'),
     "row": Column(
         TEXT,
-        "JSON object of the prompt: in `launch.generate` its whole row, in `launch.evaluate` what "
-        'the verifier could take, or ""; not in a run',
+        "JSON object: the row of the prompt, or what of it a verifier of `launch.evaluate` takes, "
+        'or ""; not in a run',
     ),
     "response": Column(
         TEXT,
-        "the text that the verifier got: without special tokens, up to the first stop string; in a "
-        "run the text of all token ids",
+        "what the verifier got: without special tokens, up to the first stop string; in a run the "
+        "text of all token ids",
     ),
     "extracted": Column(TEXT, "the answer that the verifier found; null if there is none"),
     "correct": Column(FLAG, "the verifier's verdict"),
     "score": Column(NUMBER, "reward from the verifier, before shaping"),
-    f"{SCORES}<name>": Column(
+    "score/<name>": Column(
         NUMBER,
-        "only with `rewards.functions`: score of one of them, without its weight; `score` is the "
-        "weighted sum",
+        "only with `rewards.functions`: score of one of them; `score` is their weighted sum",
     ),
     "boxed": Column(FLAG, "whether the response has a complete box"),
     "verifier_error": Column(
@@ -73,26 +72,20 @@ COLUMNS = {
     ),
     "finish_reason": Column(
         TEXT,
-        "`eos`; `stop`: a stop token, word or string "
-        "([where a response ends](data.md#where-a-response-ends)); `length`; `aborted`; "
-        "`prompt_too_long` for a problem that was not sampled",
+        "`eos`; `stop`: a stop token, word or [string](data.md#where-a-response-ends); `length`; "
+        "`aborted`; `prompt_too_long` for a problem that was not sampled",
     ),
     "num_tokens": Column(WHOLE, "tokens that the policy sampled"),
-    "mean_logprob": Column(
-        NUMBER, "mean of `rollout_logprobs` over these tokens, nats; NaN without one"
-    ),
+    "mean_logprob": Column(NUMBER, "mean of their `rollout_logprobs`; NaN without one"),
     "prompt_ids": Column(_per_token(pa.int32()), "token ids; not in `launch.evaluate`"),
-    "response_ids": Column(
-        _per_token(pa.int32()), "token ids, the end token included; not in `launch.evaluate`"
-    ),
+    "response_ids": Column(_per_token(pa.int32()), "the same, with the end token"),
     "rollout_logprobs": Column(
         _per_token(pa.float32()),
-        "log-probability of each response token under the distribution sampled from, as the "
-        "engine reported it, nats; in a run, or with `--logprobs`",
+        "log-probability of each response token under the distribution sampled from, nats; in a "
+        "run, or with `--logprobs`",
     ),
     "rollout_raw_logprobs": Column(
-        _per_token(pa.float32()),
-        "the same of the unmodified logits; only with `--logprobs`, and not with vLLM",
+        _per_token(pa.float32()), "of the unmodified logits; with `--logprobs`, not with vLLM"
     ),
     "response_mask": Column(
         _per_token(FLAG),
@@ -104,7 +97,7 @@ COLUMNS = {
         "effective rank of each prefix that ERV and ERA are computed from (`metrics.stride`, "
         "`metrics.window`); only in a run, if it was measured",
     ),
-    f"{METRICS}<label>": Column(
+    "metrics/<label>": Column(
         NUMBER,
         "a [metric](metrics.md) of the response, such as `metrics/effective_rank_velocity`; NaN "
         "where not valid, null if not measured",
@@ -145,11 +138,9 @@ def table_of(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
 
 def _place(name: str) -> tuple[int, str]:
-    for place, known in enumerate(COLUMNS):
-        family, is_family, _ = known.partition("<")
-        if name == known or (is_family and name.startswith(family)):
-            return place, name
-    raise KeyError(name)
+    families = {METRICS: "metrics/<label>", SCORES: "score/<name>"}
+    family = name[: name.find("/") + 1]
+    return list(COLUMNS).index(families.get(family, name)), name
 
 
 def write(file: pathlib.Path, table: pa.Table) -> None:
@@ -208,8 +199,8 @@ def _stored(
     file: pathlib.Path, source: ParquetFile, needed: Sequence[str], optional: Sequence[str] | None
 ) -> dict[str, str]:
     """The columns to read and their names in the file. A present name goes before an old one."""
-    found = {OLD_NAMES[name]: name for name in source.names if name in OLD_NAMES}
-    found |= {name: name for name in source.names if name not in OLD_NAMES}
+    present = {name: OLD_NAMES.get(name, name) for name in source.names}
+    found = {new: old for old, new in present.items() if new == old or new not in present}
     for name in needed:
         if name not in found:
             where = f" ({_WITH_TOKENS})" if name.endswith("_ids") else ""

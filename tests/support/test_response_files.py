@@ -70,7 +70,7 @@ def test_a_table_has_the_types_and_the_order_of_the_columns():
         assert response_files.table_of({name: []}).schema.field(0).type is not None
     for name in (METRICS + "x", SCORES + "x"):
         assert response_files.kind_of(name) == pa.float64()
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError):
         response_files.table_of({"mine": []})
 
 
@@ -93,7 +93,8 @@ def test_an_old_generation_is_read_and_joined_with_a_new_part(tmp_path):
         response_files.write(file, generated())
     make_old(old, GENERATION)
     assert {"prompt_index", "data_source"} < set(pq.read_schema(old).names)
-    assert response_files.read(old).equals(response_files.read(new))
+    same = (repr(response_files.read(file).to_pydict()) for file in (old, new))  # NaN is NaN
+    assert next(same) == next(same)
     response_files.join([old, new], tmp_path / RESPONSES)
     table = pq.read_table(tmp_path / RESPONSES)
     assert table["group_id"].to_pylist() == [0, 0, 10, 10] * 2

@@ -167,7 +167,7 @@ class _Found:
             _short(row.get("extracted")),
             rounded(row["score"]),
             row["correct"],
-            _short(row.get("verifier_error")),
+            _short(row.get("verifier_error") or None),
             str(row.get("finish_reason") or ""),
             len(logprobs),
             _line(logprobs),
