@@ -300,7 +300,7 @@ def test_a_file_may_say_more_about_its_responses(tmp_path):
     np.testing.assert_array_equal(found[2].token_ids, [6, 7, 8, 9])
     np.testing.assert_array_equal(found[0].states, states[2, :2])
     np.savez(file, hidden_states=states)
-    assert [r.prompt for r in of_file(file, None)[0]] == [0, 1, 2]
+    assert [r.group_id for r in of_file(file, None)[0]] == [0, 1, 2]
     for wrong in ({"group_id": np.zeros(2, int)}, {"correct": np.ones(3)}, {"logprobs": mask}):
         np.savez(file, hidden_states=states, **wrong)
         with pytest.raises(UserError, match=f"{next(iter(wrong))} has shape"):
