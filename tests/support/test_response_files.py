@@ -117,6 +117,7 @@ def test_rollouts_of_an_old_run_are_read(tmp_path):
             for file in rollouts.iterdir():
                 make_old_rollouts(file)
                 assert "metrics/effective_rank_valid" in pq.read_schema(file).names
+        write_rollouts(rollouts, 4, Scored(()), str, [])  # all problems were too long
         shown = samples._Found()
         for file in sorted(rollouts.iterdir()):
             shown.add(0, file, 10**6)

@@ -119,7 +119,8 @@ class _Found:
         names = {name for name in read.column_names if name.startswith(METRICS)}
         self.metric_names += sorted(names - set(self.metric_names))
         kept = self._fitting(groups, read, max_bytes)
-        table = read.take([index for key in kept for index in groups[key]]).to_pylist()
+        indices = [index for key in kept for index in groups[key]]
+        table = read.take(pa.array(indices, pa.int64())).to_pylist()  # typed also without a row
         keys = [key for key in kept for _ in groups[key]]
         # All rows of a file or none: one of them may be damaged.
         num_cut = self._num_cut
