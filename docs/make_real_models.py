@@ -88,10 +88,10 @@ def responses(directory: pathlib.Path):
     for task in ("gym", "gsm8k"):
         index = json.loads((directory / task / "states.index.json").read_text())
         for row in pq.read_table(directory / task / "responses.parquet").to_pylist():
-            name = f"{row['prompt_index']}/{row['sample_index']}/decode"
+            name = f"{row['group_id']}/{row['sample_index']}/decode"
             with safe_open(directory / task / index["weight_map"][name], "numpy") as tensors:
                 states = tensors.get_tensor(name)
-            row["task"] = row["data_source"] if task == "gym" else task
+            row["task"] = row["benchmark"] if task == "gym" else task
             if len(states) > 1:
                 yield row, states, index["metadata"]["layers"]
 
@@ -101,7 +101,7 @@ def measure(directory: pathlib.Path, model: str) -> None:
     found = {name: np.array([row[name] for row in rows]) for name in ("task", "correct")}
     found["log-probability"] = np.array([row["mean_logprob"] for row in rows])
     found["ended"] = np.array([row["finish_reason"] != "length" for row in rows])
-    found["prompt"] = np.array([f"{row['task']}/{row['prompt_index']}" for row in rows])
+    found["prompt"] = np.array([f"{row['task']}/{row['group_id']}" for row in rows])
     found["repetition"] = np.array([similarity.repetition([row["response_ids"]]) for row in rows])
     found["length"], found["layers"] = np.array([len(x) for x in states]), np.array(layers)
     mask = np.arange(found["length"].max()) < found["length"][:, None]
@@ -277,7 +277,7 @@ def length(data):
             spearmanr(tokens, values, nan_policy="omit")[0]
             for values in (ranks, velocity, acceleration)
         ]
-        table = {"prompt": found["prompt"][chosen], "length": tokens}
+        table = {"group_id": found["prompt"][chosen], "length": tokens}
         table |= dict(zip(SHORT.values(), (ranks, velocity, acceleration)))
         for pair in (("ER", "ERV"), ("ER", "ERA")):
             for subset in ("all", "equal length"):

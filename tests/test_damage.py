@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax import data, models
-from semrl_jax.analysis import study_sources
-from semrl_jax.analysis.runs import find_steps
+from semrl_jax.analysis.runs import find_steps, read_responses
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
-from semrl_jax.evaluation.sample_files import read_samples, write_samples
+from semrl_jax.evaluation.samples import read_samples, write_samples
 from semrl_jax.jobs import score, view
 from semrl_jax.models import peft
 from semrl_jax.models.directory import check_params
@@ -24,6 +23,7 @@ from semrl_jax.pages.report.comparison import paired
 from semrl_jax.pages.report.samples import samples
 from semrl_jax.sampling.addresses import read_addresses
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.response_files import KEYS
 from tests.evaluation.making import make_sample
 from tests.jobs.test_view import write_samples as write_responses
 from tests.models.test_lora import CONFIG, LORA, POLICY, trained
@@ -57,7 +57,7 @@ def read_recorded(file):
     paired(logs)
     with contextlib.suppress(UserError):
         view.read_responses(file)
-    return study_sources._read(file, ("group_id", "sample_index", "prompt_ids", "response_ids"))
+    return read_responses(file, KEYS)
 
 
 def read_run(file):

@@ -29,6 +29,7 @@ from semrl_jax.analysis import similarity
 from semrl_jax.analysis.responses import MIN_BUCKET, RANKS, measure_response
 from semrl_jax.metrics.names import metric_name
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.response_files import KEYS
 from semrl_jax.support.rounding import next_power_of_two
 
 MIN_RESPONSES = 3  # two points always lie on a line
@@ -216,8 +217,8 @@ class Measured:
     """Two tables, as dicts of columns; the first columns are integers, the others floats.
 
     Attributes:
-      responses: `prompt`, `sample`, and the measures of each response.
-      prompts: `prompt`, `num_responses`, and the measures of each prompt.
+      responses: `group_id`, `sample_index`, and the measures of each response.
+      prompts: `group_id`, `num_responses`, and the measures of each prompt.
     """
 
     responses: dict[str, np.ndarray]
@@ -253,8 +254,8 @@ def measure(
     of_prompt = {name: f for name, f in PROMPT_MEASURES.items() if wanted(name)}
     needs_stack = any(f"{name}_stacked" in of_prompt for name in RANKS)
     lengths: list[int] = []
-    for prompt, group in itertools.groupby(responses, key=lambda response: response.prompt):
-        group = sorted(group, key=lambda response: response.sample)
+    for group_id, group in itertools.groupby(responses, key=lambda response: response.group_id):
+        group = sorted(group, key=lambda response: response.sample_index)
         lengths += [len(response.states) for response in group]
         features = np.stack([_mean_state(response.states) for response in group])
         novelties = np.full(len(group), math.nan)
@@ -267,7 +268,7 @@ def measure(
         ]
         found = [{name: f(item) for name, f in RESPONSE_MEASURES.items()} for item in items]
         rows += [
-            {"prompt": prompt, "sample": item.response.sample}
+            {name: getattr(item.response, name) for name in KEYS}
             | {name: row[name] for name in of_response}
             | {name: item.ranks[metric_name(name)] for name in names}
             for item, row in zip(items, found)
@@ -278,7 +279,7 @@ def measure(
             stacked = of_states(states, names=RANKS[:1])
         whole = Group(items, found, stacked, features)
         prompt_rows.append(
-            {"prompt": prompt, "num_responses": len(group)}
+            {"group_id": group_id, "num_responses": len(group)}
             | {name: f(whole) for name, f in of_prompt.items()}
         )
     enough = sum(length >= 2 for length in lengths)

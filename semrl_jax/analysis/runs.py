@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,8 +15,10 @@ from jaxtyping import Float
 from semrl_jax import models
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
+from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import read_json_object
+from semrl_jax.support.response_files import IDS
 
 MICRO_BATCH = 16
 
@@ -114,6 +117,32 @@ def response_states(
             # A copy: a view would keep the padded batch in memory.
             states.append(batch[i, len(prompts[row]) - 1 : lengths[row] - 1].copy())
     return states
+
+
+def read_responses(
+    file: pathlib.Path, needed: Sequence[str] = (), optional: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a file, see `response_files.read`, with token ids and masks as arrays.
+
+    Without the column `response_mask`, the policy sampled every response token.
+
+    Raises:
+      UserError: if the file has no response, or a mask has not the length of its response.
+    """
+    optional = None if optional is None else (*optional, "response_mask")
+    rows = response_files.read(file, (*IDS, *needed), optional).to_pylist()
+    if not rows:
+        raise UserError(f"{file} has no response.")
+    for row in rows:
+        row |= {name: np.asarray(row[name], np.int32) for name in IDS}
+        mask, num_tokens = row.get("response_mask"), len(row["response_ids"])
+        row["response_mask"] = np.asarray([True] * num_tokens if mask is None else mask, bool)
+        if len(row["response_mask"]) != num_tokens:
+            raise UserError(
+                f"{file}: a response has {num_tokens} tokens and a mask of {len(mask)}; it is "
+                "damaged, so name another step."
+            )
+    return rows
 
 
 def load_weights(

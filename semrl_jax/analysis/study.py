@@ -25,6 +25,7 @@ from semrl_jax.analysis.measures import (
 from semrl_jax.evaluation.statistics import interval
 from semrl_jax.metrics import METRICS
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.response_files import KEYS
 
 NUM_DRAWS = 2000
 _DRAWN_AT_ONCE = 2**21  # prompts, which bounds the memory
@@ -34,7 +35,6 @@ PAIRS = (*PANELS, (RANKS[0], RANKS[2]))
 LENGTHS = ("short", "middle", "long")
 EQUAL_LENGTH = "equal length"
 SUBSETS = ("all", "correct", "wrong", *LENGTHS, EQUAL_LENGTH)
-KEYS = ("prompt", "sample")  # columns of a table that are no measures
 _IN_SUMMARY = 10  # measures
 _NARROW = {  # 80 columns
     "token_entropy": "entropy", "mean_logprob": "logprob", "count_entropy": "count ent.",
@@ -101,9 +101,9 @@ def correlation(
 
     Source: the cluster bootstrap of Davison and Hinkley 1997, Sec. 3.8; percentile intervals.
     """
-    length = table.get("length", np.zeros(len(table["prompt"]))).astype(float)
+    length = table.get("length", np.zeros(len(table["group_id"]))).astype(float)
     kept = subset_mask(table, subset) & ~np.isnan(table[x]) & ~np.isnan(table[y])
-    prompts = np.unique(table["prompt"][kept], return_inverse=True)[1]
+    prompts = np.unique(table["group_id"][kept], return_inverse=True)[1]
     num_prompts = int(prompts.max(initial=-1)) + 1
     clusters = prompts if num_prompts > 1 else np.arange(len(prompts))
     columns = np.stack([_unit(table[name][kept]) for name in (x, y)] + [_unit(length[kept])], 1)
@@ -131,13 +131,13 @@ def correlation(
 def subset_mask(table: dict[str, np.ndarray], subset: str) -> Bool[np.ndarray, " B"]:
     """The responses of a subset; none if they are not known."""
     if subset in ("correct", "wrong"):
-        correct = table.get("correct", np.full(len(table["prompt"]), math.nan))
+        correct = table.get("correct", np.full(len(table["group_id"]), math.nan))
         return correct == (subset == "correct")
     if subset in LENGTHS:
         # Ties stay in one third, so that equal lengths are never split.
         edges = np.quantile(table["length"], [1 / 3, 2 / 3])
         return np.searchsorted(edges, table["length"]) == LENGTHS.index(subset)
-    return np.ones(len(table["prompt"]), bool)
+    return np.ones(len(table["group_id"]), bool)
 
 
 def _unit(values: Float[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
@@ -169,9 +169,9 @@ def _pearson(moments: Float[np.ndarray, "N 4 4"], *, partial: bool) -> Float[np.
 def summary(measured: Measured, found: Sequence[StudyCorrelation], source: str) -> Group:
     """The study on one screen: measures by correctness, and the correlations of PAIRS."""
     table = measured.responses
-    correct = table.get("correct", np.full(len(table["prompt"]), math.nan))
+    correct = table.get("correct", np.full(len(table["group_id"]), math.nan))
     known = ~np.isnan(correct)
-    title = f"{len(correct)} responses to {len(measured.prompts['prompt'])} prompts"
+    title = f"{len(correct)} responses to {len(measured.prompts['group_id'])} prompts"
     if known.any():
         title += f", {correct[known].mean():.1%} correct"
     means = _table(["measure", "mean", "correct", "wrong", "r with length", "r with correct"])

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from semrl_jax.analysis.measures import Measured
 from semrl_jax.analysis.responses import write_columns, write_csv
-from semrl_jax.analysis.study import KEYS, PAIRS, PANELS, SUBSETS, StudyCorrelation, short
+from semrl_jax.analysis.study import PAIRS, PANELS, SUBSETS, StudyCorrelation, short
+from semrl_jax.support.response_files import KEYS
 
 CORRECT, WRONG, UNKNOWN = "#1f5fa8", "#d1662a", "#6b6b6b"
 # Unit of a measure, for the axes.
@@ -128,7 +129,7 @@ def _axis(name: str) -> str:
 def _parts(measured: Measured) -> list[tuple[np.ndarray, str, str]]:
     """Responses by correctness: which, colour, and name. The rarer ones are drawn last."""
     table = measured.responses
-    correct = table.get("correct", np.full(len(table["prompt"]), math.nan))
+    correct = table.get("correct", np.full(len(table["group_id"]), math.nan))
     parts = [
         (np.isnan(correct), UNKNOWN, "not graded"),
         (correct == 0, WRONG, "wrong"),

@@ -10,37 +10,34 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow as pa
 from jaxtyping import Array, Float, Int
 from safetensors import safe_open
 
 from semrl_jax import models
 from semrl_jax.analysis.measures import StudiedResponse
-from semrl_jax.analysis.runs import RunSteps, find_steps, load_weights, response_states
+from semrl_jax.analysis.runs import (
+    RunSteps,
+    find_steps,
+    load_weights,
+    read_responses,
+    response_states,
+)
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import check_regular, read_json_object
-from semrl_jax.support.parquet import ParquetFile, check_token_ids, with_types
+from semrl_jax.support.response_files import IDS, KEYS
 from semrl_jax.support.run_directory import run_of, setting_of
 
 TOP_K = 20  # of the confidence
 _ROWS = 256  # of one block of logits
-# Types of the columns that a study reads, other than the token ids.
-_TYPES = {
-    **dict.fromkeys(("group_id", "prompt_index", "sample_index"), pa.int64()),
-    **dict.fromkeys(("score", "correct"), pa.float64()),
-    "response": pa.string(),
-    "response_mask": pa.list_(pa.bool_()),
-    "rollout_raw_logprobs": pa.list_(pa.float32()),
-}
 
 
 def of_run(
@@ -80,24 +77,13 @@ def states_of_run(
 
 def responses_of_step(run: RunSteps, step: int, params: models.Params) -> Iterator[StudiedResponse]:
     """The recorded responses of a step, with the states that `params` give their tokens."""
-    table = _read(run.rollouts[step], ("group_id", "sample_index", "prompt_ids", "response_ids"))
-    rows = sorted(table.to_pylist(), key=lambda row: row["group_id"])
-    prompts, ids = (
-        [np.asarray(row[name], np.int32) for row in rows] for name in ("prompt_ids", "response_ids")
-    )
+    rows = sorted(read_responses(run.rollouts[step], KEYS), key=lambda row: row["group_id"])
+    prompts, ids = ([row[name] for row in rows] for name in IDS)
     states = response_states(run.policy, params, prompts, ids)
 
     def each() -> Iterator[StudiedResponse]:
-        for row, token_ids, response in zip(rows, ids, states):
-            mask = np.ones(len(token_ids), bool)
-            if row.get("response_mask") is not None:
-                mask = np.asarray(row["response_mask"], bool)
-            if len(mask) != len(token_ids):
-                raise UserError(
-                    f"{run.rollouts[step]}: a response has {len(token_ids)} tokens and a mask of "
-                    f"{len(mask)}; it is damaged, so name another step."
-                )
-            yield _of_row(row, row["group_id"], response[mask], token_ids[mask])
+        for row, response in zip(rows, states):
+            yield _of_row(row, response[row["response_mask"]])
 
     return each()
 
@@ -126,14 +112,12 @@ def of_generated(
             f"{directory} has states of layers {layers}, {' and '.join(kinds)}; a study needs "
             "those of the response tokens in the final layer: --hidden_states=-1 --states=decode."
         )
-    needed = ("prompt_index", "sample_index", "prompt_ids", "response_ids")
-    rows = _read(directory / RESPONSES, needed).to_pylist()
-    rows.sort(key=lambda row: row["prompt_index"])
+    rows = sorted(read_responses(directory / RESPONSES, KEYS), key=lambda row: row["group_id"])
     model = load_policy(policy)
 
     def each() -> Iterator[StudiedResponse]:
         for row in rows:
-            name = f"{row['prompt_index']}/{row['sample_index']}/decode"
+            name = f"{row['group_id']}/{row['sample_index']}/decode"
             try:
                 shard = directory / pathlib.Path(shards[name]).name
                 check_regular(shard)
@@ -142,8 +126,7 @@ def of_generated(
             except Exception as error:  # a damaged file breaks the reader in any way
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 raise UserError(f"{directory}: {name} cannot be read: {text:.200}") from None
-            token_ids = np.asarray(row["response_ids"], np.int32)
-            item = _of_row(row, row["prompt_index"], states.astype(np.float32), token_ids)
+            item = _of_row(row, states.astype(np.float32))
             yield with_probabilities(item, *model) if model else item
 
     return each(), str(directory)
@@ -163,8 +146,8 @@ def of_file(file: pathlib.Path, policy: str | None) -> tuple[Iterator[StudiedRes
             mask = arrays["response_mask"][i]
             known = {name: arrays[name][i] for name in OPTIONAL if name in arrays}
             item = StudiedResponse(
-                prompt=int(prompts[i]),
-                sample=int(i),
+                group_id=int(prompts[i]),
+                sample_index=int(i),
                 states=arrays["hidden_states"][i][mask].astype(np.float32),
                 token_ids=known["response_ids"][mask] if "response_ids" in known else None,
                 score=_number(known.get("score")),
@@ -237,15 +220,12 @@ def _of_logits(
     return chosen, entropies, -jnp.mean(likeliest, axis=1)
 
 
-def _of_row(
-    row: dict, prompt: int, states: Float[np.ndarray, "T D"], token_ids: Int[np.ndarray, " T"]
-) -> StudiedResponse:
+def _of_row(row: Mapping[str, Any], states: Float[np.ndarray, "T D"]) -> StudiedResponse:
     raw = row.get("rollout_raw_logprobs")
     return StudiedResponse(
-        prompt=prompt,
-        sample=row["sample_index"],
+        **{name: row[name] for name in KEYS},
         states=states,
-        token_ids=token_ids,
+        token_ids=row["response_ids"][row["response_mask"]],
         text=row.get("response"),
         score=_number(row.get("score")),
         correct=_number(row.get("correct")),
@@ -255,17 +235,3 @@ def _of_row(
 
 def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
-
-
-def _read(file: pathlib.Path, needed: Sequence[str]) -> pa.Table:
-    """The table of a file; UserError if it cannot be read, lacks a needed column or is empty."""
-    table = ParquetFile(file).table()
-    if missing := [name for name in needed if name not in table.column_names]:
-        raise UserError(f"{file} has no column {missing[0]!r}.")
-    if damaged := [name for name in needed if table[name].null_count]:
-        raise UserError(f"{file} has a row without {damaged[0]!r}; it is damaged.")
-    table = with_types(table, _TYPES, file)
-    check_token_ids(table, file)
-    if not len(table):
-        raise UserError(f"{file} has no response.")
-    return table

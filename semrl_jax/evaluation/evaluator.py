@@ -199,20 +199,15 @@ class Evaluator:
         items: Scored,
     ) -> list[list[Sample]]:
         """The responses as samples, one list per problem at `places` of the benchmark."""
-        found: dict[int, list[tuple[ScoredRollout, dict[str, float]]]]
-        found = collections.defaultdict(list)
-        for item, metrics in zip(items, items.labelled_rows()):
-            found[item.rollout.group_id].append((item, metrics))
-        first = benchmark.first_sample(plan)
-        lists = []
-        for place in places:
-            index = benchmark.problems[place]
-            problem = self.problems[index]
-            if index in found:
-                lists.append([sampled(*each, problem, place, first) for each in found[index]])
-            else:
-                lists.append(not_sampled(problem, place, plan.num_samples))
-        return lists
+        indices = {place: benchmark.problems[place] for place in places}
+        problems = {index: (place, self.problems[index]) for place, index in indices.items()}
+        found: dict[int, list[Sample]] = {}
+        for sample in sampled(items, problems, benchmark.first_sample(plan)):
+            found.setdefault(sample.group_id, []).append(sample)
+        return [
+            found.get(place) or not_sampled(self.problems[index], place, plan.num_samples)
+            for place, index in indices.items()
+        ]
 
     def _scalars(self, benchmark: Benchmark, plan: Plan, items: Scored) -> dict[str, float]:
         problems = self.samples(benchmark, range(len(benchmark.problems)), plan, items)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from semrl_jax import data
-from semrl_jax.evaluation.sample_files import METRICS
-from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
+from semrl_jax.support import response_files
 from semrl_jax.support.files import replacing, write_json
-from semrl_jax.support.parquet import ParquetFile, strings
+from semrl_jax.support.response_files import KEYS, VERDICT
 from semrl_jax.support.tensor_files import write_tensors
 from semrl_jax.types import HiddenStateParams
 
@@ -34,7 +31,7 @@ def response_table(
     with_logprobs: bool,
     is_graded: bool,
 ) -> pa.Table:
-    """Responses as a table, one row each, see docs/generation.md.
+    """Responses as a table, see `support.response_files`.
 
     Args:
       items: the group of a rollout is the place of its prompt.
@@ -42,67 +39,23 @@ def response_table(
       with_logprobs: whether the table has log-probabilities per token.
       is_graded: whether the table has verdicts.
     """
-    rollouts = [item.rollout for item in items]
-    asked = [prompts[rollout.group_id] for rollout in rollouts]
-    sampled = [rollout.rollout_logprobs[rollout.response_mask] for rollout in rollouts]
-    columns: dict[str, Any] = {
-        "prompt_index": pa.array([prompt.index for prompt in asked], pa.int64()),
-        "sample_index": pa.array([rollout.sample_index for rollout in rollouts], pa.int64()),
-        "data_source": strings(prompt.data_source for prompt in asked),
-        "question": strings(prompt.question for prompt in asked),
-        "prompt": strings(prompt.prompt for prompt in asked),
-        "reference": strings(prompt.answer or None for prompt in asked),
-        "row": strings(prompt.columns for prompt in asked),
-        "response": strings(item.response for item in items),
-        "finish_reason": strings(rollout.finish_reason for rollout in rollouts),
-        "num_tokens": pa.array([rollout.num_policy_tokens for rollout in rollouts], pa.int64()),
-        "mean_logprob": pa.array(
-            [float(row.mean()) if len(row) else math.nan for row in sampled],
-            pa.float64(),
-            from_pandas=False,
-        ),
-        "prompt_ids": _lists([rollout.prompt_ids for rollout in rollouts], pa.int32()),
-        "response_ids": _lists([rollout.response_ids for rollout in rollouts], pa.int32()),
-    }
-    if with_logprobs:
-        for name in ("rollout_logprobs", "rollout_raw_logprobs"):
-            columns[name] = _lists([getattr(each, name) for each in rollouts], pa.float32())
-    if is_graded:
-        columns |= verdict_columns([item.verdict for item in items])
-    for key, (values, valid) in sorted(items.metrics.items(), key=lambda entry: entry[0].label):
-        values = np.where(valid, values.astype(np.float64), math.nan)
-        columns[METRICS + key.label] = pa.array(values, pa.float64(), from_pandas=False)
-    return pa.table(columns)
-
-
-def verdict_columns(verdicts: Sequence[Verdict]) -> dict[str, pa.Array]:
-    """The columns of verdicts, named as the fields of `evaluation.samples.Sample`."""
-    return {
-        "extracted": strings(verdict.extracted for verdict in verdicts),
-        "correct": pa.array([verdict.correct for verdict in verdicts], pa.bool_()),
-        "score": pa.array([verdict.score for verdict in verdicts], pa.float64()),
-        "boxed": pa.array([verdict.boxed for verdict in verdicts], pa.bool_()),
-        "verifier_error": strings(verdict.error for verdict in verdicts),
-    }
-
-
-def write_table(file: pathlib.Path, table: pa.Table) -> None:
-    """Writes a table; the file is complete or missing."""
-    file.parent.mkdir(exist_ok=True)
-    with replacing(file) as out:
-        pq.write_table(table, out, compression="zstd")
-
-
-def join_tables(parts: Sequence[pathlib.Path], file: pathlib.Path) -> None:
-    """Joins tables into one file, with one of them in memory at a time.
-
-    A column that a part lacks, because none of its responses has the metric, is null there.
-    """
-    schema = pa.unify_schemas([ParquetFile(part).schema for part in parts])
-    with replacing(file) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
-        for part in parts:
-            tables = [schema.empty_table(), ParquetFile(part).table()]
-            writer.write_table(pa.concat_tables(tables, promote_options="default"))
+    arrays = ["prompt_ids", "response_ids"]
+    arrays += ["rollout_logprobs", "rollout_raw_logprobs"] * with_logprobs
+    columns = items.columns(arrays)
+    if not is_graded:
+        columns = {name: found for name, found in columns.items() if name not in VERDICT}
+    asked = [prompts[group] for group in columns["group_id"]]
+    return response_files.table_of(
+        columns
+        | {
+            "benchmark": [prompt.data_source for prompt in asked],
+            "group_id": [prompt.index for prompt in asked],
+            "question": [prompt.question for prompt in asked],
+            "prompt": [prompt.prompt for prompt in asked],
+            "reference": [prompt.answer or None for prompt in asked],
+            "row": [prompt.columns for prompt in asked],
+        }
+    )
 
 
 def shard_name(number: int, count: int) -> str:
@@ -111,15 +64,15 @@ def shard_name(number: int, count: int) -> str:
 
 
 def write_states(
-    file: pathlib.Path,
+    out: BinaryIO,
     items: Sequence[ScoredRollout],
     prompts: Sequence[data.PromptExample],
     asked: HiddenStateParams,
 ) -> None:
-    """Writes the hidden states of responses as safetensors; the file is complete or missing.
+    """Writes the hidden states of responses as safetensors.
 
-    Tensors: `<prompt_index>/<sample_index>/decode` [T, L, D], row t produced response token t; and
-    `<prompt_index>/prefill` [P, L, D], row p is at prompt token p. The prefill states of a prompt
+    Tensors: `<group_id>/<sample_index>/decode` [T, L, D], row t produced response token t; and
+    `<group_id>/prefill` [P, L, D], row p is at prompt token p. The prefill states of a prompt
     are stored with sample 0, because all samples have the same up to rounding.
     """
     tensors = {}
@@ -132,8 +85,7 @@ def write_states(
             states = rollout.hidden_states if is_decode else rollout.prompt_states
             tensors[name] = np.ascontiguousarray(states[:, planes])
     metadata = {"layers": ",".join(map(str, asked.layers))}
-    with replacing(file) as out:
-        write_tensors(out, tensors, metadata)
+    write_tensors(out, tensors, metadata)
 
 
 def state_names(prompt: int, sample: int, asked: HiddenStateParams) -> list[str]:
@@ -148,8 +100,8 @@ def write_states_index(
     """Writes which shard has which tensor, in the format of Hugging Face's weight index."""
     shards = {}
     for number, part in enumerate(parts):
-        table = ParquetFile(part).table(["prompt_index", "sample_index"])
-        for prompt, sample in zip(*(column.to_pylist() for column in table.columns)):
+        table = response_files.read(part, KEYS, ())
+        for prompt, sample in zip(*(table[name].to_pylist() for name in KEYS)):
             for name in state_names(prompt, sample, asked):
                 shards[name] = shard_name(number, len(parts))
     metadata = {"layers": asked.layers, "dtype": asked.dtype, "kinds": asked.kinds}
@@ -168,11 +120,12 @@ def write_conversations(
       How many conversations were written, and how many responses were left out as truncated.
     """
     num_written = num_truncated = 0
-    names = ["prompt_index", "sample_index", "question", "prompt", "response", "finish_reason"]
+    names = [*KEYS, "question", "prompt", "response", "finish_reason"]
     names += ["correct"] if only_correct else []
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     with replacing(directory / CONVERSATIONS) as out:
-        for row in _rows(directory / RESPONSES, names):
+        tables = response_files.batches(directory / RESPONSES, names)
+        for row in (row for table in tables for row in table.to_pylist()):
             if only_correct and not row["correct"]:
                 continue
             if row["finish_reason"] not in FINISHED or not row["response"].strip():
@@ -187,18 +140,9 @@ def write_conversations(
                 ],
                 "prompt": row["prompt"],
                 "completion": assistant,
-                "prompt_index": row["prompt_index"],
+                "group_id": row["group_id"],
                 "sample_index": row["sample_index"],
             }
             out.write(json.dumps(conversation, ensure_ascii=False).encode() + b"\n")
             num_written += 1
     return num_written, num_truncated
-
-
-def _rows(file: pathlib.Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for batch in ParquetFile(file).batches(names):
-        yield from batch.to_pylist()
-
-
-def _lists(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:
-    return pa.array(values, pa.list_(kind))

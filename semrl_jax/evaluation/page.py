@@ -79,7 +79,7 @@ def _limits(policies: Mapping[str, Sequence[Sample]]) -> Iterator[tuple[int, int
     """Characters of a text and samples per problem (None: all), from the largest page on."""
     for limit in MAX_CHARACTERS:
         yield limit, None
-    most = max((s.sample + 1 for samples in policies.values() for s in samples), default=1)
+    most = max((s.sample_index + 1 for samples in policies.values() for s in samples), default=1)
     while True:
         most = -(-most // 2)
         yield MAX_CHARACTERS[-1], most
@@ -94,11 +94,11 @@ def _by_problem(
     found: dict[tuple[str, int], list[list[Sample]]] = {}
     for place, samples in enumerate(policies.values()):
         for sample in samples:
-            key = sample.benchmark, sample.problem
+            key = sample.benchmark, sample.group_id
             found.setdefault(key, [[] for _ in policies])[place].append(sample)
     benchmarks = {name: place for place, name in enumerate(dict.fromkeys(key[0] for key in found))}
     return {
-        key: [sorted(samples, key=lambda sample: sample.sample) for samples in found[key]]
+        key: [sorted(samples, key=lambda sample: sample.sample_index) for samples in found[key]]
         for key in sorted(found, key=lambda key: (benchmarks[key[0]], key[1]))
     }
 
@@ -165,7 +165,7 @@ def _row(sample: Sample, finishes: _Numbers, labels: Sequence[str]) -> list[Any]
     """The order of the constants NUMBER, CORRECT, ... in page.html."""
     extracted = sample.extracted
     return [
-        sample.sample,
+        sample.sample_index,
         int(sample.correct),
         None if extracted is None else shortened(extracted, MAX_ANSWER),
         sample.num_tokens,

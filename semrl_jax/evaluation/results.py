@@ -98,7 +98,7 @@ def evaluate(
                 "num_samples": max(map(len, problems)),
                 "num_not_sampled": sum(p[0].finish_reason == NOT_SAMPLED for p in problems),
             },
-            tuple((p[0].problem, p[0].question, p[0].reference) for p in problems),
+            tuple((p[0].group_id, p[0].question, p[0].reference) for p in problems),
         )
     averages = {}
     for name, members in {"": list(found), **(groups or {})}.items():
@@ -116,10 +116,10 @@ def is_average(name: str) -> bool:
 def _check_once(benchmark: str, problems: Sequence[Sequence[Sample]]) -> None:
     for samples in problems:
         for one, other in itertools.pairwise(samples):
-            if one.sample == other.sample:
+            if one.sample_index == other.sample_index:
                 raise UserError(
-                    f"benchmark {benchmark!r:.100}, problem {one.problem}: sample {one.sample} is "
-                    "there twice; every sample counts once, so remove one."
+                    f"benchmark {benchmark!r:.100}, problem {one.group_id}: sample "
+                    f"{one.sample_index} is there twice; every sample counts once, so remove one."
                 )
 
 

@@ -1,40 +1,35 @@
-"""A graded response to a held-out problem, as scores, result files and pages see it."""
+"""Graded responses to held-out problems, as scores and pages see them, and their files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import math
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
 
 from semrl_jax import data
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
+from semrl_jax.support import response_files
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.response_files import METRICS
 
 NOT_SAMPLED = "prompt_too_long"  # finish reason of the samples of a problem that was not sampled
 
 
 class Sample(NamedTuple):
-    """One response to one problem; a row of samples.parquet.
+    """One response to one problem; a row of samples.parquet, see `support.response_files.COLUMNS`.
 
     Attributes:
-      benchmark: its name.
-      problem: place of the problem in the benchmark, from 0.
-      sample: 0..n-1 among the responses to this problem.
-      question: without the template.
-      reference: the right answer.
-      problem_type: such as "Algebra"; "" if the benchmark has no types.
-      row: JSON object that the verifier could take, see `data.PromptExample.columns`; or "".
-      response: the text that was graded.
-      extracted: the answer found in it; None if there is none or the verifier failed.
-      correct, score, boxed: of the verdict, see `rewards.Verdict`.
-      verifier_error: "" or what went wrong.
+      group_id: place of the problem in the benchmark, from 0.
       finish_reason: of the rollout; or NOT_SAMPLED. Such a sample is wrong and has no tokens.
-      num_tokens: that the policy sampled.
-      mean_logprob: nats per token, of the distribution sampled from; NaN without a token.
       metrics: value by label, such as "effective_rank_velocity"; NaN where not valid.
     """
 
     benchmark: str
-    problem: int
-    sample: int
+    group_id: int
+    sample_index: int
     question: str
     reference: str
     problem_type: str
@@ -51,70 +46,93 @@ class Sample(NamedTuple):
     metrics: Mapping[str, float]
 
 
-def sampled(
-    item: ScoredRollout,
-    metrics: Mapping[str, float],
-    problem: data.PromptExample,
-    place: int,
-    first_sample: int = 0,
-) -> Sample:
-    """The sample of a scored response to the problem at `place` of its benchmark.
+COLUMNS = Sample._fields[:-1]
 
-    `metrics` are the response's, by label; `first_sample` is the smallest sample index of the
-    rollouts.
+
+def of_row(row: Mapping[str, Any]) -> Sample:
+    """The sample of a row of a table of responses; a metric that is null was not measured."""
+    metrics = {
+        name.removeprefix(METRICS): value
+        for name, value in row.items()
+        if name.startswith(METRICS) and value is not None
+    }
+    return Sample(*(row[name] for name in COLUMNS), metrics)
+
+
+def sampled(
+    items: Scored, problems: Mapping[int, tuple[int, data.PromptExample]], first_sample: int
+) -> list[Sample]:
+    """The samples of scored responses.
+
+    Args:
+      problems: place in its benchmark and problem of each group.
+      first_sample: the smallest sample index of the rollouts.
     """
-    rollout, verdict = item.rollout, item.verdict
-    logprobs = rollout.rollout_logprobs[rollout.response_mask]
-    return Sample(
-        benchmark=problem.data_source,
-        problem=place,
-        sample=rollout.sample_index - first_sample,
-        question=problem.question or problem.prompt,
-        reference=item.reference,
-        problem_type=problem.problem_type,
-        row=problem.columns,
-        response=item.response,
-        extracted=verdict.extracted,
-        correct=verdict.correct,
-        score=verdict.score,
-        boxed=verdict.boxed,
-        verifier_error=verdict.error,
-        finish_reason=rollout.finish_reason,
-        num_tokens=len(logprobs),
-        mean_logprob=float(logprobs.mean()) if len(logprobs) else float("nan"),
-        metrics=metrics,
-    )
+    columns = items.columns()
+    samples = []
+    for values in zip(*columns.values()):
+        row = dict(zip(columns, values))
+        place, problem = problems[row["group_id"]]
+        fields = {"sample_index": row["sample_index"] - first_sample}
+        samples.append(of_row(row | _of_problem(problem, place) | fields))
+    return samples
 
 
 def not_sampled(problem: data.PromptExample, place: int, num_samples: int) -> list[Sample]:
     """The samples of a problem whose prompt is too long: all are wrong."""
-    return [
-        Sample(
-            benchmark=problem.data_source,
-            problem=place,
-            sample=index,
-            question=problem.question or problem.prompt,
-            reference=problem.answer,
-            problem_type=problem.problem_type,
-            row=problem.columns,
-            response="",
-            extracted=None,
-            correct=False,
-            score=0.0,
-            boxed=False,
-            verifier_error="",
-            finish_reason=NOT_SAMPLED,
-            num_tokens=0,
-            mean_logprob=float("nan"),
-            metrics={},
-        )
-        for index in range(num_samples)
-    ]
+    row = _of_problem(problem, place) | {
+        "reference": problem.answer,
+        "response": "",
+        "extracted": None,
+        "correct": False,
+        "score": 0.0,
+        "boxed": False,
+        "verifier_error": "",
+        "finish_reason": NOT_SAMPLED,
+        "num_tokens": 0,
+        "mean_logprob": math.nan,
+    }
+    return [of_row(row | {"sample_index": index}) for index in range(num_samples)]
+
+
+def _of_problem(problem: data.PromptExample, place: int) -> dict[str, Any]:
+    return {
+        "benchmark": problem.data_source,
+        "group_id": place,
+        "question": problem.question or problem.prompt,
+        "problem_type": problem.problem_type,
+        "row": problem.columns,
+    }
+
+
+def table_of(samples: Sequence[Sample]) -> pa.Table:
+    """The samples as a table of responses."""
+    columns = {name: [getattr(sample, name) for sample in samples] for name in COLUMNS}
+    for label in sorted({label for sample in samples for label in sample.metrics}):
+        columns[METRICS + label] = [sample.metrics.get(label) for sample in samples]
+    return response_files.table_of(columns)
+
+
+def write_samples(file: pathlib.Path, samples: Sequence[Sample]) -> None:
+    """Writes samples.parquet; the file is complete or missing."""
+    response_files.write(file, table_of(samples))
+
+
+def read_samples(file: pathlib.Path) -> list[Sample]:
+    """The samples of a file, in its order. Other columns are ignored.
+
+    Raises:
+      UserError: naming the file and what is wrong, if it is missing or no file of samples.
+    """
+    if not file.is_file():
+        raise UserError(f"{file} is not a file; name a samples.parquet of an evaluation.")
+    tables = response_files.batches(file, COLUMNS, (METRICS,))
+    return [of_row(row) for table in tables for row in table.to_pylist()]
 
 
 def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """The samples of one benchmark as one list per problem, in (problem, sample) order."""
+    """The samples of one benchmark as one list per problem, in (group, sample) order."""
     found: dict[int, list[Sample]] = {}
-    for sample in sorted(samples, key=lambda sample: (sample.problem, sample.sample)):
-        found.setdefault(sample.problem, []).append(sample)
+    for sample in sorted(samples, key=lambda sample: (sample.group_id, sample.sample_index)):
+        found.setdefault(sample.group_id, []).append(sample)
     return list(found.values())

@@ -19,12 +19,11 @@ from semrl_jax import data
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
 from semrl_jax.data.templates import STOP_STRINGS, prompt_renderer
-from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S
-from semrl_jax.jobs.inference import Inference, open_inference
+from semrl_jax.jobs.inference import Inference, open_inference, open_measuring
+from semrl_jax.jobs.sample import EXIT_PREEMPTED, GRACE_S
 from semrl_jax.metrics.names import ORDERS
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs.policies import PolicySource
-from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import compilation
@@ -87,11 +86,7 @@ def chat(
         config.evaluation.stop_strings = tuple(
             config.evaluation.stop_strings or STOP_STRINGS.get(template, ())
         )
-        measuring = None
-        if config.evaluation.metrics:
-            section = config.evaluation.metric_options
-            check_metrics_of(section, policy)
-            measuring = Measuring(section, stack.enter_context(open_measurer(config, section)))
+        measuring = open_measuring(config, policy, stack)
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="semrl-chat-"))
         inference = stack.enter_context(
             open_inference(
@@ -100,7 +95,6 @@ def chat(
                 tokenizer,
                 pathlib.Path(directory),
                 run_id=secrets.token_hex(8),
-                attempt_id=secrets.token_hex(8),
                 num_requests=1,
                 reporter=reporter,
                 stop=StopRequest(GRACE_S, EXIT_PREEMPTED),  # not installed: Ctrl-C ends the chat

@@ -1,21 +1,18 @@
-"""Evaluates policies on benchmarks; an interrupted evaluation continues.
+"""Evaluates policies on benchmarks; an interrupted evaluation continues, see `jobs.sample`.
 
-Responses are sampled in calls, each for a fixed range of problems of one benchmark. The responses
-of a finished call are written as one part and never sampled again. With the JAX engine they depend
-on nothing outside the call, so an interrupted evaluation has the same results, bit for bit.
+A call samples the responses to a fixed range of problems of one benchmark.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import pathlib
-import secrets
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_collections
 import numpy as np
@@ -30,33 +27,28 @@ from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
 from semrl_jax.evaluation.graders import open_graders, takes_rows
 from semrl_jax.evaluation.interface import Plan, load_scores
 from semrl_jax.evaluation.problems import load_problems
-from semrl_jax.evaluation.sample_files import read_samples
-from semrl_jax.evaluation.samples import Sample
-from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
-from semrl_jax.jobs.inference import Inference, check_inference, dry_run_policy, open_inference
-from semrl_jax.jobs.result_directory import SAMPLES, ResultDirectory, open_results
+from semrl_jax.evaluation.samples import Sample, read_samples, table_of
+from semrl_jax.jobs.inference import (
+    Inference,
+    check_inference,
+    dry_run_policy,
+    open_inference,
+    open_measuring,
+)
+from semrl_jax.jobs.result_directory import SAMPLES, Part, ResultDirectory, open_results
+from semrl_jax.jobs.sample import request_of, resumable, sample_calls
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.models.of_config import ModelFiles, build_policy, value_params
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.policies import PolicySource
-from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.sampling.prompt_sources import check_prompts
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.support import compilation
 from semrl_jax.support.console import Reporter
-from semrl_jax.support.errors import Preempted, UserError
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import batch_scores, find_reward_model
 from semrl_jax.training.rollout_batch import pad_batch
-
-# Settings of all benchmarks that decide which responses are sampled.
-SAMPLING_FIELDS = (
-    "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
-    "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
-    "rollout.stop_words", "evaluation.stop_strings", "evaluation.responses_per_call",
-    "evaluation.metrics", "evaluation.reward_model",
-)  # fmt: skip
-
+from semrl_jax.types import Rollout
 
 REWARD_MODEL = MetricKey("reward_model")
 Judge = Callable[[Scored], Scored]
@@ -118,26 +110,19 @@ def evaluate(
     Raises:
       UserError: for a wrong setting, file, policy or replica.
     """
-    reporter = Reporter(quiet=quiet and not only_check)
-    stop = StopRequest(GRACE_S, EXIT_PREEMPTED)
-    found = []
-    try:
-        with stop.installed(), compilation.watching(reporter.line):
-            places = {
-                source: output if len(sources) == 1 else output / source.name for source in sources
-            }
-            for _, group in itertools.groupby(sources, key=lambda source: source.model):
-                of_model = {source: places[source] for source in group}
-                found.extend(_evaluate_model(config, of_model, reporter, stop, only_check))
-    except Preempted as preempted:
-        reporter.notice(f"{preempted}: stopped; the same command continues")
-        return EXIT_PREEMPTED
-    if only_check:
-        return 0
-    if len(found) > 1:
-        _write_comparison(found, output, reporter)
-    reporter.notice(f"done: see {output / 'page.html'} and the files beside it")
-    return 0
+    places = {source: output if len(sources) == 1 else output / source.name for source in sources}
+
+    def work(reporter: Reporter, stop: StopRequest) -> None:
+        found = []
+        for _, group in itertools.groupby(sources, key=lambda source: source.model):
+            of_model = {source: places[source] for source in group}
+            found.extend(_evaluate_model(config, of_model, reporter, stop, only_check))
+        if len(found) > 1:
+            _write_comparison(found, output, reporter)
+        if found:
+            reporter.notice(f"done: see {output / 'page.html'} and the files beside it")
+
+    return resumable(work, quiet=quiet and not only_check)
 
 
 def _evaluate_model(
@@ -160,16 +145,11 @@ def _evaluate_model(
         problems = load_problems(config, tokenizer, reporter.line, keep_columns=keep)
         vocab_size = policy.config.vocab_size
         check_prompts("evaluation", problems, config, tokenizer, vocab_size, reporter.line)
-        if config.evaluation.metrics:
-            check_metrics_of(config.evaluation.metric_options, policy)
+        measuring = open_measuring(config, policy, stack)
         graders = open_graders(stack, config, problems, settings)
         if {problem.data_source for problem in problems} - graders.keys():
             rewards = stack.enter_context(VerifierPool.of(config.rewards))
             graders = {p.data_source: graders.get(p.data_source, rewards) for p in problems}
-        measurer = None
-        if config.evaluation.metrics:
-            options = config.evaluation.metric_options
-            measurer = stack.enter_context(open_measurer(config, options))
         if only_check:
             mesh = check_inference(config, policy, tokenizer)
             _find_reward_model(config, policy, tokenizer, mesh)
@@ -189,7 +169,6 @@ def _evaluate_model(
                 tokenizer,
                 first.path,
                 run_id=first.run_id,
-                attempt_id=secrets.token_hex(8),
                 num_requests=config.evaluation.responses_per_call,
                 reporter=reporter,
                 stop=stop,
@@ -203,7 +182,7 @@ def _evaluate_model(
             sampler=inference.sampler,
             settings=settings,
             graders=graders,
-            measurer=measurer,
+            measurer=measuring and measuring.measurer,
         )
         _check_plans(evaluator)
         for source, directory in directories.items():
@@ -270,12 +249,9 @@ def _evaluate_policy(
     config = inference.config
     reporter.line(f"{source.name}: sending the weights")
     digest = inference.load(source)
-    flat = {field: _field(config, field) for field in SAMPLING_FIELDS}
-    if config.evaluation.metrics:
-        flat["evaluation.metric_options"] = config.evaluation.metric_options.to_dict()
     benchmarks = evaluator.benchmarks
     directory.check(
-        flat | {"weights": digest},
+        request_of(config, "evaluation.reward_model") | {"weights": digest},
         {
             name: _identity(benchmark, evaluator, inference)
             for name, benchmark in benchmarks.items()
@@ -292,7 +268,19 @@ def _evaluate_policy(
         if name not in finished
         for call in _calls(benchmark, config.evaluation.responses_per_call)
     ]
-    _sample_calls(calls, directory, evaluator, judged, reporter, stop, source.name)
+
+    def sample(call: Call, arrived: Callable[[Rollout], None]) -> Part:
+        places = range(call.first, call.last)
+        in_benchmark = [(call.benchmark, place) for place in places]
+        items = judged(evaluator.sample(in_benchmark, call.plan, arrived))
+        lists = evaluator.samples(call.benchmark, places, call.plan, items)
+        files = {}
+        if items.mean_states is not None:
+            file = directory.part(call.part, ".npy")
+            files[file] = functools.partial(_write_array, array=items.mean_states)
+        return Part(table_of([*itertools.chain.from_iterable(lists)]), files)
+
+    sample_calls(calls, sample, config, directory, reporter, stop, source.name)
     parts = [(call.benchmark.name, *_read_part(directory, call)) for call in calls]
     over_set = {name: directory.over_set(name) for name in finished}
     for name in [name for name in benchmarks if name not in finished]:
@@ -305,7 +293,7 @@ def _evaluate_policy(
     samples = list(itertools.chain.from_iterable(finished.values()))
     directory.finish(samples, over_set)
     options = {
-        name: options_of(config.evaluation, {"n": max(s.sample for s in of_name) + 1})
+        name: options_of(config.evaluation, {"n": max(s.sample_index for s in of_name) + 1})
         for name, of_name in finished.items()
     } | {name: benchmark.options for name, benchmark in benchmarks.items()}
     figures = results.evaluate(
@@ -349,42 +337,10 @@ def _sampling_text(config: ml_collections.ConfigDict) -> str:
     return ", ".join([*how, f"at most {config.rollout.max_response_tokens} tokens"])
 
 
-def _sample_calls(
-    calls: Sequence[Call],
-    directory: ResultDirectory,
-    evaluator: Evaluator,
-    judged: Judge,
-    reporter: Reporter,
-    stop: StopRequest,
-    name: str,
-) -> None:
-    """Samples the calls that have no part yet."""
-    todo = [call for call in calls if not directory.has_part(call.part)]
-    total = sum(call.num_responses for call in calls)
-    done = total - sum(call.num_responses for call in todo)
-    if done:
-        reporter.line(f"{name}: {done} of {total} responses are there already")
-    with reporter.bar(name, total, "responses", done=done) as bar, workers(evaluator.config) as run:
-        progress = Progress(name, total, done, bar, reporter)
-
-        def sample(call: Call) -> None:
-            plan = call.plan
-            places = range(call.first, call.last)
-            in_benchmark = [(call.benchmark, place) for place in places]
-            items = judged(evaluator.sample(in_benchmark, plan, progress.count))
-            lists = evaluator.samples(call.benchmark, places, plan, items)
-            with stop.deferred():
-                directory.write_part(
-                    call.part,
-                    [sample for samples in lists for sample in samples],
-                    items.mean_states,
-                )
-
-        began = time.monotonic()
-        run(sample, todo)
-    if todo:
-        seconds, count = time.monotonic() - began, total - done
-        reporter.line(f"{name}: {count} responses in {seconds:.1f} s ({count / seconds:.1f}/s)")
+def _write_array(out: BinaryIO, array: np.ndarray) -> None:
+    content = io.BytesIO()  # NumPy writes a file in a way of its own, which names no full disk
+    np.save(content, array)
+    out.write(content.getvalue())
 
 
 def _read_part(
@@ -401,7 +357,7 @@ def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -
     expected = itertools.product(
         [call.benchmark.name], range(call.first, call.last), range(call.plan.num_samples)
     )
-    if [(s.benchmark, s.problem, s.sample) for s in samples] != list(expected):
+    if [(s.benchmark, s.group_id, s.sample_index) for s in samples] != list(expected):
         raise UserError(
             f"{file} does not have all responses to {call.benchmark.name!r:.100}; remove it, and "
             "the same command samples them again."
@@ -432,8 +388,3 @@ def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) 
         "verifier": verifier,
         **{f"rewards.{field}": config.rewards[field] for field in fields},
     }
-
-
-def _field(config: ml_collections.ConfigDict, name: str) -> Any:
-    """A field by its full name."""
-    return functools.reduce(lambda section, part: section[part], name.split("."), config)

@@ -1,8 +1,6 @@
 """Generates responses to the prompts of files; an interrupted generation continues.
 
-Responses are sampled in calls, each for a fixed range of them. The responses and hidden states of a
-finished call are written at once, and never sampled again. With the JAX engine they depend on
-nothing outside the call, so an interrupted generation writes the same files, bit for bit.
+A call samples a fixed range of responses, see `jobs.sample`.
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -20,33 +17,27 @@ import numpy as np
 from semrl_jax import data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.evaluation import generated_files as files
-from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
-from semrl_jax.jobs.inference import Inference, dry_run_policy, open_inference
-from semrl_jax.jobs.result_directory import PARTS, ResultDirectory, open_results
-from semrl_jax.metrics.measurer import Measurer
+from semrl_jax.jobs.inference import Inference, dry_run_policy, open_inference, open_measuring
+from semrl_jax.jobs.result_directory import PARTS, Part, ResultDirectory, open_results
+from semrl_jax.jobs.sample import request_of, resumable, sample_calls
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.policies import PolicySource
-from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.runs.workdir import versions
 from semrl_jax.sampling.prompt_sources import check_prompts, prompts_of_files
 from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
-from semrl_jax.support import compilation
+from semrl_jax.support import response_files
 from semrl_jax.support.console import Reporter
-from semrl_jax.support.errors import Preempted, UserError
-from semrl_jax.support.parquet import ParquetFile
-from semrl_jax.types import HiddenStateParams, SampleRequest
+from semrl_jax.support.errors import UserError
+from semrl_jax.types import HiddenStateParams, Rollout, SampleRequest
 
 RECORD = "generation.json"
 GRADER_OPTIONS = ("timeout_s", "num_workers", "memory_limit_gib")  # of config.rewards
 MAX_STATE_BYTES = 2**30  # of hidden states of one call, which are in memory together
-# Settings that decide which responses are sampled, and what is written of them.
+# Further settings that decide which responses are sampled, and what is written of them.
 FIELDS = (
-    "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
     "evaluation.n", "evaluation.temperature", "evaluation.top_p", "evaluation.top_k",
-    "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
-    "rollout.stop_words", "evaluation.stop_strings",
-    "evaluation.responses_per_call", "evaluation.verifier", "evaluation.metrics",
+    "evaluation.verifier",
 )  # fmt: skip
 
 
@@ -72,6 +63,11 @@ class Call(NamedTuple):
     number: int
     first: int
     last: int
+
+    @property
+    def num_responses(self) -> int:
+        """How many it has."""
+        return self.last - self.first
 
     @property
     def part(self) -> str:
@@ -105,15 +101,11 @@ def generate(
     Raises:
       UserError: for a wrong setting, file, policy or replica.
     """
-    reporter = Reporter(quiet=quiet and not only_check)
-    stop = StopRequest(GRACE_S, EXIT_PREEMPTED)
-    try:
-        with stop.installed(), compilation.watching(reporter.line):
-            _generate(config, source, output, contents, reporter, stop, only_check)
-    except Preempted as preempted:
-        reporter.notice(f"{preempted}: stopped; the same command continues")
-        return EXIT_PREEMPTED
-    return 0
+
+    def work(reporter: Reporter, stop: StopRequest) -> None:
+        _generate(config, source, output, contents, reporter, stop, only_check)
+
+    return resumable(work, quiet=quiet and not only_check)
 
 
 def _generate(
@@ -154,13 +146,11 @@ def _generate(
                 ),
                 files=[str(pathlib.Path(file).absolute()) for file in config.data.files],
             )
-        grader = measurer = None
+        grader = None
         if verifier:
             options = {name: config.rewards[name] for name in GRADER_OPTIONS}
             grader = stack.enter_context(VerifierPool(function=verifier, **options))
-        if config.evaluation.metrics:
-            check_metrics_of(config.evaluation.metric_options, policy)
-            measurer = stack.enter_context(open_measurer(config, config.evaluation.metric_options))
+        measuring = open_measuring(config, policy, stack)
         calls = calls_of(config, policy.config, len(prompts), contents.states)
         if only_check:
             counts = f"{len(prompts)} prompts", f"{calls[-1].last} responses"
@@ -173,17 +163,17 @@ def _generate(
                 tokenizer,
                 directory.path,
                 run_id=directory.run_id,
-                attempt_id=secrets.token_hex(8),
-                num_requests=max(call.last - call.first for call in calls),
+                num_requests=max(call.num_responses for call in calls),
                 reporter=reporter,
                 stop=stop,
             )
         )
         reporter.line(f"{source.name}: sending the weights")
         directory.check({"weights": inference.load(source)}, {})
-        work = Generation(inference, prompts.examples, contents, directory, grader, measurer)
+        work = Generation(inference, prompts.examples, contents, directory, grader, measuring)
         if not (directory.path / files.RESPONSES).exists():
-            work.sample_calls(calls, reporter, stop)
+            sample = functools.partial(work.sample, num_calls=len(calls))
+            sample_calls(calls, sample, config, directory, reporter, stop, "generate")
             with stop.deferred():
                 work.finish(calls)
         work.report(reporter)
@@ -195,7 +185,7 @@ class Generation(NamedTuple):
     Attributes:
       prompts: the group of a response is the place of its prompt.
       grader: None: nothing is graded.
-      measurer: None: nothing is measured here.
+      measuring: None: nothing is measured.
     """
 
     inference: Inference
@@ -203,49 +193,36 @@ class Generation(NamedTuple):
     contents: Contents
     directory: ResultDirectory
     grader: VerifierPool | None
-    measurer: Measurer | None
+    measuring: Measuring | None
 
-    def sample_calls(self, calls: Sequence[Call], reporter: Reporter, stop: StopRequest) -> None:
-        """Samples the calls that have no part yet."""
-        todo = [call for call in calls if not self.directory.has_part(call.part)]
-        total = calls[-1].last
-        done = total - sum(call.last - call.first for call in todo)
-        if done:
-            reporter.line(f"{done} of {total} responses are there already")
-        with (
-            reporter.bar("generate", total, "responses", done=done) as bar,
-            workers(self.inference.config) as run,
-        ):
-            progress = Progress("generate", total, done, bar, reporter)
-            run(lambda call: self._sample(call, len(calls), progress, stop), todo)
-
-    def _sample(self, call: Call, num_calls: int, progress: Progress, stop: StopRequest) -> None:
+    def sample(self, call: Call, arrived: Callable[[Rollout], None], *, num_calls: int) -> Part:
+        """Samples a call."""
         config, states = self.inference.config, self.contents.states
         requests = [self._request(response) for response in range(call.first, call.last)]
         asked = {request.group_id: self.prompts[request.group_id] for request in requests}
-        options = config.evaluation.metric_options
         items = self.inference.sampler.sample(
             requests,
             {place: prompt.answer for place, prompt in asked.items()},
             columns={place: prompt.columns for place, prompt in asked.items()},
             verifier=self.grader,
-            measuring=Measuring(options, self.measurer) if config.evaluation.metrics else None,
+            measuring=self.measuring,
             stop_strings=config.evaluation.stop_strings,
             states=states,
-            arrived=progress.count,
+            arrived=arrived,
             **{name: config.evaluation[name] for name in ("temperature", "top_p", "top_k")},
         )
-        with stop.deferred():
-            if states is not None:  # first, because the part marks the call as complete
-                shard = self.directory.path / files.shard_name(call.number, num_calls)
-                files.write_states(shard, items, self.prompts, states)
-            table = files.response_table(
-                items,
-                self.prompts,
-                with_logprobs=self.contents.logprobs,
-                is_graded=self.grader is not None,
-            )
-            files.write_table(self.directory.part(call.part), table)
+        table = files.response_table(
+            items,
+            self.prompts,
+            with_logprobs=self.contents.logprobs,
+            is_graded=self.grader is not None,
+        )
+        if states is None:
+            return Part(table)
+        write = functools.partial(
+            files.write_states, items=items, prompts=self.prompts, asked=states
+        )
+        return Part(table, {pathlib.Path(files.shard_name(call.number, num_calls)): write})
 
     def _request(self, response: int) -> SampleRequest:
         config = self.inference.config
@@ -265,7 +242,7 @@ class Generation(NamedTuple):
         parts = [self.directory.part(call.part) for call in calls]
         if self.contents.states is not None:
             files.write_states_index(path, parts, self.contents.states)
-        files.join_tables(parts, path / files.RESPONSES)
+        response_files.join(parts, path / files.RESPONSES)
         for part in parts:
             part.unlink()
         (path / PARTS).rmdir()
@@ -274,7 +251,7 @@ class Generation(NamedTuple):
         """Writes the conversations, and prints what was generated."""
         path, config = self.directory.path, self.inference.config
         names = ["num_tokens", "finish_reason"] + ["correct"] * (self.grader is not None)
-        table = ParquetFile(path / files.RESPONSES).table(names)
+        table = response_files.read(path / files.RESPONSES, names, ())
         lengths = table["num_tokens"].to_numpy()
         finished = np.isin(table["finish_reason"].to_pylist(), files.FINISHED)
         line = (
@@ -334,13 +311,7 @@ def settings_of(
     config: ml_collections.ConfigDict, prompts: data.PromptDataset, contents: Contents
 ) -> dict[str, Any]:
     """What decides the responses and their files, in addition to the weights."""
-    settings = {
-        field: functools.reduce(lambda section, part: section[part], field.split("."), config)
-        for field in FIELDS
-    }
-    if config.evaluation.metrics:
-        settings["evaluation.metric_options"] = config.evaluation.metric_options.to_dict()
-    return settings | {
+    return request_of(config, *FIELDS) | {
         "prompts": data.dataset_hash(prompts),
         "columns": data.columns_hash(prompts),
         "logprobs": contents.logprobs,

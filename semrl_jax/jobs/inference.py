@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import secrets
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,9 @@ from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.wire.codec import weights_digest
 from semrl_jax.runs.dry_run import Summary, check_replicas, say_model
 from semrl_jax.runs.policies import PolicySource
-from semrl_jax.runs.setup import check_model_limits
+from semrl_jax.runs.setup import check_metrics_of, check_model_limits, open_measurer
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
+from semrl_jax.sampling.requests import Measuring
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.weights import WeightSync
 from semrl_jax.settings.rollout import weight_dtype
@@ -73,6 +75,21 @@ def check_inference(
     return mesh
 
 
+def open_measuring(
+    config: ml_collections.ConfigDict, policy: models.Policy, stack: contextlib.ExitStack
+) -> Measuring | None:
+    """What measures the responses if `config.evaluation.metrics`; the stack closes it.
+
+    Raises:
+      UserError: if a metric cannot be used.
+    """
+    if not config.evaluation.metrics:
+        return None
+    options = config.evaluation.metric_options
+    check_metrics_of(options, policy)
+    return Measuring(options, stack.enter_context(open_measurer(config, options)))
+
+
 @contextlib.contextmanager
 def open_inference(
     config: ml_collections.ConfigDict,
@@ -81,7 +98,6 @@ def open_inference(
     directory: pathlib.Path,
     *,
     run_id: str,
-    attempt_id: str,
     num_requests: int,
     reporter: Reporter,
     stop: StopRequest,
@@ -93,7 +109,6 @@ def open_inference(
       policy, tokenizer: of that directory, see `build_policy`.
       directory: a child process writes its settings and output below it.
       run_id: of the replicas' weights.
-      attempt_id: new at every start.
       num_requests: the largest number of responses of one call.
 
     Raises:
@@ -107,7 +122,7 @@ def open_inference(
         threading.Lock(),  # nothing is trained at the same time
         reporter,
         run_id=run_id,
-        attempt_id=attempt_id,
+        attempt_id=secrets.token_hex(8),
         directory=directory,
         num_problems=num_requests,
     ) as client:

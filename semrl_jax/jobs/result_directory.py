@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import io
 import pathlib
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Float
 
-from semrl_jax.evaluation.sample_files import read_samples, write_samples
-from semrl_jax.evaluation.samples import Sample
+from semrl_jax.evaluation.samples import Sample, read_samples, write_samples
+from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import (
     jsonable,
@@ -34,6 +35,13 @@ def _shown(value: Any) -> str:
     """A value in a message; of a digest only its beginning."""
     is_digest = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
     return f"digest {value[:8]}" if is_digest else f"{value!r:.80}"
+
+
+class Part(NamedTuple):
+    """What the responses of a call leave: their table, and functions that write further files."""
+
+    table: pa.Table
+    files: Mapping[pathlib.Path, Callable[[BinaryIO], None]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,20 +96,16 @@ class ResultDirectory:
         """Whether the responses of a call are there."""
         return self.part(name).exists()
 
-    def write_part(
-        self, name: str, samples: Sequence[Sample], mean_states: Float[np.ndarray, "B L D"] | None
-    ) -> None:
-        """Writes the responses of a call, with mean hidden states if they were measured here."""
+    def write_part(self, name: str, part: Part) -> None:
+        """Writes what a call leaves; its table comes last, and marks the part as complete."""
         (self.path / PARTS).mkdir(exist_ok=True)
-        if mean_states is not None:  # first, because the other file marks the part as complete
-            content = io.BytesIO()
-            np.save(content, mean_states)
-            with replacing(self.part(name, ".npy")) as out:
-                out.write(content.getvalue())
-        write_samples(self.part(name), samples)
+        for file, write in part.files.items():
+            with replacing(self.path / file) as out:
+                write(out)
+        response_files.write(self.part(name), part.table)
 
     def read_part(self, name: str) -> tuple[list[Sample], Float[np.ndarray, "B L D"] | None]:
-        """What `write_part` wrote; UserError if a file is damaged."""
+        """The samples of a call, and the array in its other file; UserError if one is damaged."""
         states = self.part(name, ".npy")
         try:
             found = np.load(states, allow_pickle=False) if states.exists() else None

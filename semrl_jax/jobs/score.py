@@ -18,8 +18,9 @@ from rich.table import Table
 
 from semrl_jax import data
 from semrl_jax.data.rows import MAX_COLUMNS_CHARS, answer_text, field_value
-from semrl_jax.evaluation.generated_files import verdict_columns
 from semrl_jax.rewards import Verdict, VerifierPool
+from semrl_jax.sampling.scoring import verdict_columns
+from semrl_jax.support import response_files
 from semrl_jax.support.end_markers import response_text
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import parse_json, replacing
@@ -229,18 +230,16 @@ def _writer(
 
         def write(batch: _Batch, verdicts: Sequence[Verdict]) -> None:
             nonlocal writer
-            columns = {
-                f"{fields.prefix}{name}": column
-                for name, column in verdict_columns(verdicts).items()
-            }
+            verdict = response_files.table_of(verdict_columns(verdicts))
+            verdict = verdict.rename_columns([fields.prefix + n for n in verdict.column_names])
             if batch.table is None:
-                new = pa.table(columns).to_pylist()
-                for sample, added in zip(batch.samples, new):
+                for sample, added in zip(batch.samples, verdict.to_pylist()):
                     row = {**sample.values, **added}
                     out.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
                 return
-            kept = {name: batch.table[name] for name in batch.table.schema.names}
-            table = pa.table(kept | columns)
+            columns = {name: batch.table[name] for name in batch.table.schema.names}
+            columns |= {name: verdict[name] for name in verdict.column_names}
+            table = pa.table(columns)
             if writer is None:
                 writer = stack.enter_context(
                     pq.ParquetWriter(out, table.schema, compression="zstd")

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import pyarrow as pa
 from jaxtyping import Int
 
 from semrl_jax import data, models
 from semrl_jax.analysis.along import Along, along_responses
 from semrl_jax.pages.html import content_policy, data_element, filled, rounded, shortened
 from semrl_jax.runs.policies import PolicySource, find_policies, policy_names
+from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import replacing
-from semrl_jax.support.parquet import ParquetFile, check_token_ids, with_types
+from semrl_jax.support.response_files import IDS
 from semrl_jax.support.run_directory import run_of, setting_of
 
 SHOWN = ("all", "correct", "incorrect", "changed")
@@ -33,19 +33,6 @@ VALUES = (
     ("velocity", "ERV term of the prefix", "window", True),
     ("acceleration", "ERA term of the prefix", "window", True),
 )
-_COLUMNS = ("prompt_ids", "response_ids")
-_OPTIONAL = (
-    "benchmark", "group_id", "problem", "sample_index", "sample", "prompt", "reference", "correct",
-    "extracted", "finish_reason", "response_mask",
-)  # fmt: skip
-_TYPES = {
-    **dict.fromkeys(
-        ("benchmark", "prompt", "reference", "extracted", "finish_reason"), pa.string()
-    ),
-    **dict.fromkeys(("group_id", "problem", "sample_index", "sample"), pa.int64()),
-    "correct": pa.bool_(),
-    "response_mask": pa.list_(pa.bool_()),
-}
 _TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 
 
@@ -125,23 +112,14 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
     Raises:
       UserError: if the file cannot be read, or lacks token ids.
     """
-    source = ParquetFile(file)
-    names = source.names
-    table = source.table([name for name in (*_COLUMNS, *_OPTIONAL) if name in names])
-    table = with_types(table, _TYPES, file)
-    if missing := [name for name in _COLUMNS if name not in names]:
-        raise UserError(
-            f"{file} has no column {missing[0]}: the view needs the token ids, as in rollouts/ of "
-            "a run and in the files of launch.generate."
-        )
-    check_token_ids(table, file)
+    optional = "benchmark", "group_id", "sample_index", "response_mask", *Response._fields[2:]
+    table = response_files.read(file, IDS, optional)
     found = {}
     for number, row in enumerate(table.to_pylist()):
         ids = np.asarray(row["response_ids"], np.int32)
         if not len(ids) or not all(row.get("response_mask") or [True]):
             continue  # an environment's text in between has no values
-        problem = row.get("group_id", row.get("problem", number))
-        sample = row.get("sample_index", row.get("sample", 0))
+        problem, sample = row.get("group_id", number), row.get("sample_index", 0)
         name = f"{row.get('benchmark') or 'problem'} {problem}" + f" sample {sample}" * bool(sample)
         found[name] = Response(
             np.asarray(row["prompt_ids"], np.int32),
@@ -257,7 +235,7 @@ def _values(
         {"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 1}, jax.devices()[:1]
     )
     params = source.params(policy, mesh)
-    ids = [[getattr(r, name) for r in responses] for name in _COLUMNS]
+    ids = [[getattr(r, name) for r in responses] for name in IDS]
     tokens = data.TokenBytes(data.load_tokenizer(source.model))
     pieces = [list(token_texts(tokens, r.response_ids.tolist())) for r in responses]
     return along_responses(policy, params, *ids, stride=stride), pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,10 +114,6 @@ def decode(scalars: Mapping[str, float]) -> dict[MetricKey, Measurement]:
         MetricKey.parse(name): Measurement(
             scalars[name], bool(scalars.get(f"{name}{_VALID}", math.isfinite(scalars[name])))
         )
-        for name in value_names(sorted(scalars))
+        for name in sorted(scalars)
+        if not name.endswith(_VALID)
     }
-
-
-def value_names(names: Iterable[str]) -> list[str]:
-    """The names that are not of a validity."""
-    return [name for name in names if not name.endswith(_VALID)]

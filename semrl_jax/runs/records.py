@@ -9,14 +9,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from semrl_jax.metrics.records import flatten
 from semrl_jax.runs.trackers import TensorBoard, Tracker
 from semrl_jax.sampling.scoring import Scored
+from semrl_jax.support import response_files
 from semrl_jax.support.files import remove, replacing, through_no_link
-from semrl_jax.support.parquet import strings
 from semrl_jax.support.rows import read_log, read_rows
 from semrl_jax.types import TOKEN_ARRAYS
 
@@ -113,7 +110,7 @@ def write_rollouts(
     text: Callable[[np.ndarray], str],
     benchmarks: Sequence[str] | None = None,
 ) -> None:
-    """Writes responses as Parquet, see docs/log_keys.md; the file is complete or missing.
+    """Writes responses as Parquet, see `support.response_files`; the file is complete or missing.
 
     Args:
       directory: rollouts/ of a run.
@@ -122,32 +119,11 @@ def write_rollouts(
       benchmarks: benchmark of each response of an evaluation; None: training responses.
     """
     directory.mkdir(exist_ok=True)
-    rollouts = [item.rollout for item in scored]
-    verdicts = [item.verdict for item in scored]
-    columns = {
-        "step": [step] * len(scored),
-        **({} if benchmarks is None else {"benchmark": strings(benchmarks)}),
-        "group_id": [rollout.group_id for rollout in rollouts],
-        "sample_index": [rollout.sample_index for rollout in rollouts],
-        "prompt": [text(rollout.prompt_ids) for rollout in rollouts],
-        "response": [text(rollout.response_ids) for rollout in rollouts],
-        "reference": strings(item.reference for item in scored),
-        "extracted": strings(verdict.extracted for verdict in verdicts),
-        "score": [verdict.score for verdict in verdicts],
-        **{
-            f"score/{name}": [verdict.parts[name] for verdict in verdicts]
-            for name in (verdicts[0].parts if verdicts else ())
-        },
-        "correct": [verdict.correct for verdict in verdicts],
-        "verifier_error": strings(verdict.error or None for verdict in verdicts),
-        "finish_reason": [rollout.finish_reason for rollout in rollouts],
-    }
-    for array in TOKEN_ARRAYS:
-        values = [getattr(rollout, array.name) for rollout in rollouts]
-        if array.is_recorded and not (array.is_optional and all(map(array.is_left_out, values))):
-            columns[array.name] = values
-    for name, column in flatten(scored.metrics).items():
-        columns[f"metrics/{name}"] = column.astype(np.float64)
+    columns = scored.columns([array.name for array in TOKEN_ARRAYS if array.is_recorded])
+    columns["step"] = [step] * len(scored)
+    if benchmarks is not None:
+        columns["benchmark"] = benchmarks
+    for name in ("prompt", "response"):
+        columns[name] = [text(getattr(item.rollout, f"{name}_ids")) for item in scored]
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
-    with replacing(file) as out:
-        pq.write_table(pa.table(columns), out)
+    response_files.write(file, response_files.table_of(columns))

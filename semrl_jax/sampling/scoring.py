@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -11,7 +13,8 @@ from jaxtyping import Float, Int
 from semrl_jax.metrics.measurer import Measured, Measurer, join_layers
 from semrl_jax.metrics.records import Measurement, Metrics, joined
 from semrl_jax.rewards import Verdict, VerifierPool
-from semrl_jax.types import Rollout
+from semrl_jax.support.response_files import METRICS, SCORES
+from semrl_jax.types import TOKEN_ARRAYS, Rollout
 
 UNGRADED = Verdict(0.0, correct=False, boxed=False, extracted=None)
 
@@ -107,13 +110,46 @@ class Scored(Sequence[ScoredRollout]):
         metrics = {**self.metrics, **joined([(1, found.metrics) for found in measured])}
         return Scored(items, metrics, _stacked([found.mean_states for found in measured]))
 
-    def labelled_rows(self) -> list[dict[str, float]]:
-        """The metrics of each response by label; NaN where not valid."""
-        columns = {
-            key.label: np.where(valid, values.astype(float), np.nan).tolist()
-            for key, (values, valid) in self.metrics.items()
+    def columns(self, arrays: Sequence[str] = ()) -> dict[str, list[Any]]:
+        """The responses as columns of `support.response_files`, without those of their prompts.
+
+        Args:
+          arrays: names of TOKEN_ARRAYS that have a column; an optional one only if it is needed.
+        """
+        rollouts = [item.rollout for item in self]
+        logprobs = [rollout.rollout_logprobs[rollout.response_mask] for rollout in rollouts]
+        found = {
+            "group_id": [rollout.group_id for rollout in rollouts],
+            "sample_index": [rollout.sample_index for rollout in rollouts],
+            "reference": [item.reference for item in self],
+            "response": [item.response for item in self],
+            **verdict_columns([item.verdict for item in self]),
+            "finish_reason": [rollout.finish_reason for rollout in rollouts],
+            "num_tokens": [rollout.num_policy_tokens for rollout in rollouts],
+            "mean_logprob": [float(row.mean()) if len(row) else math.nan for row in logprobs],
         }
-        return [{name: column[i] for name, column in columns.items()} for i in range(len(self))]
+        for array in TOKEN_ARRAYS:
+            values = [getattr(rollout, array.name) for rollout in rollouts]
+            is_left_out = array.is_optional and all(map(array.is_left_out, values))
+            if array.name in arrays and not is_left_out:
+                found[array.name] = values
+        for key, (values, valid) in self.metrics.items():
+            found[METRICS + key.label] = np.where(valid, values.astype(float), np.nan).tolist()
+        return found
+
+
+def verdict_columns(verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
+    """Verdicts as columns of `support.response_files`."""
+    return {
+        "extracted": [verdict.extracted for verdict in verdicts],
+        "correct": [verdict.correct for verdict in verdicts],
+        "score": [verdict.score for verdict in verdicts],
+        "boxed": [verdict.boxed for verdict in verdicts],
+        "verifier_error": [verdict.error for verdict in verdicts],
+    } | {
+        SCORES + name: [verdict.parts[name] for verdict in verdicts]
+        for name in (verdicts[0].parts if verdicts else ())
+    }
 
 
 def _stacked(

@@ -77,27 +77,37 @@ class ParquetFile:
                     first += len(part)
                     yield part
 
+    def tables(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """All rows of some columns that the file has, a few at a time, with texts that are UTF-8.
+
+        Raises:
+          UserError: as `batches`.
+        """
+        for batch in self.batches(columns):
+            with self._named():
+                table = pa.Table.from_batches([batch])
+                table.validate(full=True)
+            yield table
+
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """All rows of some columns that the file has, with texts that are UTF-8.
+        """All rows of some columns as one table, see `tables`.
 
         Raises:
           UserError: as `batches`, or if it is larger than MAX_TABLE_BYTES.
         """
         num_bytes, found = 0, []
         names = self.names if columns is None else columns
-        for batch in self.batches(columns):
-            num_bytes += batch.nbytes
+        for table in self.tables(columns):
+            num_bytes += table.nbytes
             if num_bytes > MAX_TABLE_BYTES:
                 raise UserError(
                     f"{self._file} has more than {MAX_TABLE_BYTES // 2**30} GiB in the columns "
                     f"{names!s:.200}, too much to read at once; split it."
                 )
-            found.append(batch)
+            found.append(table)
         with self._named():
             schema = pa.schema([self.schema.field(name) for name in names])
-            table = pa.Table.from_batches(found, found[0].schema if found else schema)
-            table.validate(full=True)
-            return table
+            return pa.concat_tables(found) if found else schema.empty_table()
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -208,26 +218,3 @@ def strings(values: Iterable[str | None]) -> pa.Array:
         value if value is None else value.encode(errors="replace").decode() for value in values
     ]
     return pa.array(texts, pa.string())
-
-
-def check_token_ids(table: pa.Table, file: pathlib.Path) -> None:
-    """Checks `prompt_ids` and `response_ids` of responses, of which only the latter may be empty.
-
-    Raises:
-      UserError: if a row has something else than token ids.
-    """
-    for name in ("prompt_ids", "response_ids"):
-        column = table[name]
-        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        good = is_list and not column.null_count
-        ids = pc.list_flatten(column) if good else column
-        if good and len(ids):
-            good = pa.types.is_integer(ids.type) and not ids.null_count
-            good = good and 0 <= pc.min(ids).as_py() <= pc.max(ids).as_py() < 2**31
-        if good and len(column) and name == "prompt_ids":
-            good = pc.min(pc.list_value_length(column)).as_py() > 0
-        if not good:
-            raise UserError(
-                f"{file}: a row has no token ids in the column {name}; it is damaged or not of "
-                "responses, so name another file."
-            )

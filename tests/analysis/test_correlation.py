@@ -133,7 +133,7 @@ def test_the_states_of_a_run_are_those_it_measured(tmp_path):
         # At temperature 1, the engine samples from the unmodified distribution.
         np.testing.assert_allclose(response.logprobs, logprobs, atol=1e-3)
     assert [response.score for response in studied] == table["score"]
-    assert [response.prompt for response in studied] == table["group_id"]
+    assert [response.group_id for response in studied] == table["group_id"]
     with pytest.raises(UserError, match=r"--step=1: .* of the steps \[0, 2\]"):
         of_run(tmp_path / "run", 1)
     for file in (tmp_path / "run" / "checkpoints" / "2").rglob("manifest.ocdbt"):

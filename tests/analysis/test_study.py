@@ -13,12 +13,13 @@ import pytest
 from rich.console import Console
 
 from semrl_jax.analysis import measures, study, study_sources
-from semrl_jax.analysis.runs import response_states
+from semrl_jax.analysis.runs import read_responses, response_states
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.analysis.study_files import write_study
 from semrl_jax.analysis.study_sources import StudiedResponse, of_file, of_generated
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.response_files import KEYS
 from tests.oracles import metrics as oracle
 from tests.oracles import observatory
 from tests.tiny import tiny_config
@@ -60,27 +61,29 @@ def test_tokens_of_another_model_are_refused():
 
 
 def test_rows_without_a_group_are_named(tmp_path):
-    table = pa.table({"group_id": pa.array([1, None]), "sample_index": [0, 0]})
+    ids = {"prompt_ids": [[1], [1]], "response_ids": [[2], [3]]}
+    table = pa.table(ids | {"group_id": pa.array([1, None]), "sample_index": [0, 0]})
     pq.write_table(table, tmp_path / "step.parquet")
-    with pytest.raises(UserError, match=r"step\.parquet has a row without 'group_id'"):
-        study_sources._read(tmp_path / "step.parquet", table.column_names)
+    with pytest.raises(UserError, match=r"step\.parquet is .*: row 1 has no 'group_id'"):
+        read_responses(tmp_path / "step.parquet", KEYS)
 
 
 def test_columns_of_another_type_are_named(tmp_path):
     """And those of a fitting type are converted: `correct` is bool in the files of a run."""
-    ids = {"prompt_ids": [[1]], "response_ids": [[2, 3]]}
+    ids = {"prompt_ids": [[1]], "response_ids": [[2, 3]], "group_id": [0], "sample_index": [0]}
     file = tmp_path / "step.parquet"
     pq.write_table(pa.table(ids | {"correct": [True], "score": [1]}), file)
-    assert study_sources._read(file, list(ids)).to_pylist()[0]["correct"] == 1.0
+    (row,) = read_responses(file, KEYS)
+    assert study_sources._of_row(row, np.ones((2, 3), np.float32)).correct == 1.0
     for name, values, kind in (("score", ["high"], "string"), ("response_mask", [3], "int64")):
         pq.write_table(pa.table(ids | {name: values}), file)
         with pytest.raises(UserError, match=f"column '{name}' is of {kind}, but must be of"):
-            study_sources._read(file, list(ids))
+            read_responses(file, KEYS)
 
 
 def test_the_release_has_ten_and_twenty_eight_measures(measured):
-    assert set(measured.responses) == {"prompt", "sample", *measures.RESPONSE_MEASURES}
-    assert set(measured.prompts) == {"prompt", "num_responses", *measures.PROMPT_MEASURES}
+    assert set(measured.responses) == {"group_id", "sample_index", *measures.RESPONSE_MEASURES}
+    assert set(measured.prompts) == {"group_id", "num_responses", *measures.PROMPT_MEASURES}
     own = {"count_entropy", "elliptical_novelty"}, {"log_determinant", "lidar"}
     assert len(measures.RESPONSE_MEASURES.keys() - own[0]) == 10
     assert len(measures.PROMPT_MEASURES.keys() - own[1]) == 28
@@ -96,8 +99,8 @@ def test_the_page_explains_every_measure():
 
 def test_responses_have_their_measures(responses, measured):
     table = measured.responses
-    order = sorted(responses, key=lambda r: (-r.prompt, r.sample))  # 7 came first
-    np.testing.assert_array_equal(table["sample"], [r.sample for r in order])
+    order = sorted(responses, key=lambda r: (-r.group_id, r.sample_index))  # 7 came first
+    np.testing.assert_array_equal(table["sample_index"], [r.sample_index for r in order])
     for i, response in enumerate(order):
         rows = response.states
         velocity, acceleration = oracle.orders(
@@ -121,7 +124,7 @@ def test_responses_have_their_measures(responses, measured):
 
 
 def test_prompts_have_their_measures(responses, measured):
-    group = sorted((r for r in responses if r.prompt == 7), key=lambda r: r.sample)
+    group = sorted((r for r in responses if r.group_id == 7), key=lambda r: r.sample_index)
     found = {name: values[0] for name, values in measured.prompts.items()}
     ranks = [oracle.effective_rank(r.states) for r in group[:3]]  # the last has one token
     means = np.stack([r.states.mean(axis=0) for r in group]).astype(float)
@@ -165,7 +168,7 @@ def table_of(num_prompts=40, size=4, seed=0):
     length = rng.integers(10, 100, len(prompt)).astype(float)
     shared = rng.normal(size=num_prompts)[prompt] + length / 30
     return {
-        "prompt": prompt, "sample": np.tile(np.arange(size), num_prompts), "length": length,
+        "group_id": prompt, "sample_index": np.tile(np.arange(size), num_prompts), "length": length,
         "x": shared + rng.normal(size=len(prompt)), "y": shared + rng.normal(size=len(prompt)),
         "correct": rng.integers(0, 2, len(prompt)).astype(float),
     }  # fmt: skip
@@ -201,7 +204,7 @@ def test_copies_of_responses_are_no_new_evidence():
     copies = {name: np.repeat(values, 10) for name, values in once.items()}
     one, ten = (study.correlation(table, "x", "y") for table in (once, copies))
     np.testing.assert_allclose(one[-3:], ten[-3:], rtol=1e-9)
-    alone = study.correlation(copies | {"prompt": np.arange(600)}, "x", "y")
+    alone = study.correlation(copies | {"group_id": np.arange(600)}, "x", "y")
     assert alone.high - alone.low < 0.5 * (ten.high - ten.low)
 
 
@@ -211,7 +214,7 @@ def test_the_interval_covers_the_true_correlation(monkeypatch):
     inside = 0
     for _ in range(100):
         x, noise = rng.normal(size=(2, 80))
-        table = {"prompt": np.arange(80), "x": x, "y": 0.6 * x + 0.8 * noise}
+        table = {"group_id": np.arange(80), "x": x, "y": 0.6 * x + 0.8 * noise}
         found = study.correlation(table, "x", "y")
         inside += found.low <= 0.6 <= found.high
     assert 86 <= inside <= 99  # 95 % of 100, three standard errors either way
@@ -266,8 +269,8 @@ def test_what_is_not_known_is_named_and_left_out():
     plain = [StudiedResponse(i, 0, made(0, 0, 18, rng).states) for i in range(4)]
     only = {"token_entropy", "effective_rank", "effective_rank_velocity", "token_jsd", "length"}
     measured = measures.measure(plain, stride=STRIDE, method="svd", wanted=only.__contains__)
-    assert set(measured.responses) == {"prompt", "sample", *only} - {"token_jsd"}
-    assert set(measured.prompts) == {"prompt", "num_responses", "token_jsd"}
+    assert set(measured.responses) == {"group_id", "sample_index", *only} - {"token_jsd"}
+    assert set(measured.prompts) == {"group_id", "num_responses", "token_jsd"}
     found = study.correlations(measured)
     text = io.StringIO()
     Console(file=text, width=80).print(study.summary(measured, found, "here"))
@@ -295,11 +298,11 @@ def test_a_file_may_say_more_about_its_responses(tmp_path):
     file = tmp_path / "states.npz"
     np.savez(file, hidden_states=states, response_mask=mask, **arrays)
     found = list(of_file(file, None)[0])
-    assert [r.prompt for r in found] == [1, 5, 5] and [r.correct for r in found] == [0, 1, 0]
+    assert [r.group_id for r in found] == [1, 5, 5] and [r.correct for r in found] == [0, 1, 0]
     np.testing.assert_array_equal(found[2].token_ids, [6, 7, 8, 9])
     np.testing.assert_array_equal(found[0].states, states[2, :2])
     np.savez(file, hidden_states=states)
-    assert [r.prompt for r in of_file(file, None)[0]] == [0, 1, 2]
+    assert [r.group_id for r in of_file(file, None)[0]] == [0, 1, 2]
     for wrong in ({"group_id": np.zeros(2, int)}, {"correct": np.ones(3)}, {"logprobs": mask}):
         np.savez(file, hidden_states=states, **wrong)
         with pytest.raises(UserError, match=f"{next(iter(wrong))} has shape"):

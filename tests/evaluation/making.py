@@ -5,14 +5,14 @@ import math
 from semrl_jax.evaluation.samples import Sample
 
 
-def make_sample(problem=0, sample=0, correct=False, **fields) -> Sample:
+def make_sample(group_id=0, sample_index=0, correct=False, **fields) -> Sample:
     """A sample; `fields` replace its defaults."""
     values = {
         "benchmark": "sums",
-        "problem": problem,
-        "sample": sample,
-        "question": f"What is {problem} + {problem}?",
-        "reference": f"{2 * problem}",
+        "group_id": group_id,
+        "sample_index": sample_index,
+        "question": f"What is {group_id} + {group_id}?",
+        "reference": f"{2 * group_id}",
         "problem_type": "",
         "row": "",
         "response": "text",

@@ -14,6 +14,7 @@ from semrl_jax import data
 from semrl_jax.evaluation import generated_files as files
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.sampling.scoring import Scored
+from semrl_jax.support import response_files
 from semrl_jax.types import HiddenStateParams
 from tests.fixtures import make_scored
 
@@ -41,7 +42,7 @@ def test_rows_have_prompt_response_and_what_was_asked_for():
     items[3] = changed(items[3], metrics=RANK, response_mask=mask)
     items[2] = changed(items[2], metrics={MetricKey("rank"): Measurement(0.0, False)})
     rows = table_of(items, with_logprobs=True, is_graded=True).to_pylist()
-    assert [(r["prompt_index"], r["sample_index"]) for r in rows] == [
+    assert [(r["group_id"], r["sample_index"]) for r in rows] == [
         (5, 0),
         (5, 1),
         (9, 0),
@@ -49,7 +50,7 @@ def test_rows_have_prompt_response_and_what_was_asked_for():
     ]
     assert [r["reference"] for r in rows] == ["7", "7", None, None]
     assert rows[0] | rows[1] == rows[0] | {
-        "prompt_index": 5, "sample_index": 1, "data_source": "set", "question": "1",
+        "group_id": 5, "sample_index": 1, "benchmark": "set", "question": "1",
         "prompt": "Q: 1", "reference": "7", "row": '{"k": 1}', "response": "text",
         "finish_reason": "eos", "num_tokens": 2, "mean_logprob": -1.5, "prompt_ids": [3, 4],
         "response_ids": [5, 1], "rollout_logprobs": [-1, -2], "rollout_raw_logprobs": None,
@@ -64,10 +65,10 @@ def test_rows_have_prompt_response_and_what_was_asked_for():
 
 def test_parts_are_joined_also_if_one_lacks_a_column(tmp_path):
     measured = changed(make_scored(0), metrics=RANK)
-    parts = [tmp_path / "parts" / "0.parquet", tmp_path / "parts" / "1.parquet"]
-    files.write_table(parts[0], table_of([make_scored(0)]))
-    files.write_table(parts[1], table_of([measured]))
-    files.join_tables(parts, tmp_path / "all.parquet")
+    parts = [tmp_path / "0.parquet", tmp_path / "1.parquet"]
+    response_files.write(parts[0], table_of([make_scored(0)]))
+    response_files.write(parts[1], table_of([measured]))
+    response_files.join(parts, tmp_path / "all.parquet")
     assert pq.read_table(tmp_path / "all.parquet")["metrics/rank"].to_pylist() == [None, 2.5]
 
 
@@ -87,8 +88,9 @@ def test_states_of_the_layers_asked_for_are_in_the_shards(tmp_path, dtype):
     asked = HiddenStateParams((1, -1), dtype, ("decode", "prefill"))
     parts = [tmp_path / f"{n}.parquet" for n in range(2)]
     for number, of_call in enumerate((items[:1], items[1:])):
-        files.write_states(tmp_path / files.shard_name(number, 2), of_call, PROMPTS, asked)
-        files.write_table(parts[number], table_of(of_call))
+        with open(tmp_path / files.shard_name(number, 2), "wb") as out:
+            files.write_states(out, of_call, PROMPTS, asked)
+        response_files.write(parts[number], table_of(of_call))
     files.write_states_index(tmp_path, parts, asked)
     index = json.loads((tmp_path / files.STATES_INDEX).read_text())
     assert index["metadata"]["layers"] == [1, -1]
@@ -115,7 +117,7 @@ def test_conversations_have_the_finished_responses(tmp_path, only_correct):
         make_scored(2, score=1.0, response="half", finish_reason="length"),
         make_scored(3, score=1.0, response=" ", finish_reason="stop"),
     ]
-    files.write_table(tmp_path / files.RESPONSES, table_of(items, is_graded=True))
+    response_files.write(tmp_path / files.RESPONSES, table_of(items, is_graded=True))
     counts = files.write_conversations(tmp_path, only_correct=only_correct, system_prompt="Be é.")
     rows = [json.loads(row) for row in (tmp_path / files.CONVERSATIONS).read_text().splitlines()]
     assert counts == (len(rows), 2)
@@ -126,13 +128,13 @@ def test_conversations_have_the_finished_responses(tmp_path, only_correct):
             {"role": "user", "content": "1"},
             {"role": "assistant", "content": "right"},
         ],
-        "prompt": "Q: 1", "completion": "right", "prompt_index": 5, "sample_index": 0,
+        "prompt": "Q: 1", "completion": "right", "group_id": 5, "sample_index": 0,
     }  # fmt: skip
 
 
 def test_conversations_can_be_trained_on(tmp_path, tokenizer):
     items = [make_scored(i, response=f"1+{i}") for i in range(2)]
-    files.write_table(tmp_path / files.RESPONSES, table_of(items))
+    response_files.write(tmp_path / files.RESPONSES, table_of(items))
     files.write_conversations(tmp_path, only_correct=False, system_prompt="")
     reader = data.conversation_reader(tokenizer, row_format="prompt_completion")
     loaded = data.load_conversations([tmp_path / files.CONVERSATIONS], tokenizer, reader)

@@ -1,6 +1,7 @@
 """Directories of results: damaged records and files give one line with a way out."""
 
 import contextlib
+import functools
 import json
 
 import ml_collections
@@ -9,11 +10,11 @@ import pytest
 
 from semrl_jax.evaluation.evaluator import Benchmark
 from semrl_jax.evaluation.interface import Plan
-from semrl_jax.evaluation.sample_files import write_samples
+from semrl_jax.evaluation.samples import table_of, write_samples
 from semrl_jax.evaluation.scores import pass_at_k
 from semrl_jax.jobs import result_directory
-from semrl_jax.jobs.evaluate import Call, _check_complete
-from semrl_jax.jobs.result_directory import RECORD, open_results
+from semrl_jax.jobs.evaluate import Call, _check_complete, _write_array
+from semrl_jax.jobs.result_directory import RECORD, Part, open_results
 from semrl_jax.support.errors import UserError
 from tests.evaluation.making import make_sample
 
@@ -55,7 +56,8 @@ def test_the_samples_of_another_evaluation_are_refused(directory):
 
 def test_a_damaged_part_names_the_file_to_remove(directory):
     states = np.ones((1, 2, 3), np.float32)
-    directory.write_part("p", SAMPLES, states)
+    write = functools.partial(_write_array, array=states)
+    directory.write_part("p", Part(table_of(SAMPLES), {directory.part("p", ".npy"): write}))
     samples, found = directory.read_part("p")
     assert samples == SAMPLES
     np.testing.assert_array_equal(found, states)

@@ -92,7 +92,7 @@ def test_damaged_rows_are_named(tmp_path):
 
 def test_files_without_token_ids_are_refused(tmp_path):
     pq.write_table(pa.table({"response": ["1"]}), tmp_path / "text.parquet")
-    with pytest.raises(UserError, match="has no column prompt_ids: the view needs the token ids"):
+    with pytest.raises(UserError, match=r"has no column 'prompt_ids' \(rollouts/ of a run"):
         view.read_responses(tmp_path / "text.parquet")
     (tmp_path / "broken.parquet").write_text("no")
     for name in ("broken", "missing"):

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from semrl_jax.evaluation.sample_files import read_samples
+from semrl_jax.evaluation.samples import read_samples
 from tests.launch.conftest import TINY, run, start
+from tests.old_formats import EVALUATION, make_old
 from tests.training.test_reward_model import classifier
 
 # Calls of 4 problems with 4 responses each.
@@ -82,7 +83,8 @@ def files_of(directory):
 @pytest.mark.slow
 def test_an_evaluation_writes_samples_and_figures(undisturbed):
     samples = read_samples(undisturbed / "samples.parquet")
-    assert [(s.problem, s.sample) for s in samples] == [(p, i) for p in range(48) for i in range(4)]
+    places = [(s.group_id, s.sample_index) for s in samples]
+    assert places == [(p, i) for p in range(48) for i in range(4)]
     assert {s.benchmark for s in samples} == {"arithmetic"}
     found = json.loads((undisturbed / "results.json").read_text())["arithmetic"]
     assert found["num_problems"] == 48
@@ -128,6 +130,7 @@ def test_a_killed_evaluation_continues_with_the_same_results(settings, undisturb
     process.communicate()
     kept = {file.name: file.stat().st_mtime_ns for file in parts.glob("*.parquet")}
     assert 2 <= len(kept) < 12
+    make_old(min(parts.glob("*.parquet")), EVALUATION)  # of an earlier release
     done = evaluate(*command)
     assert done.returncode == 0, done.stderr
     assert f"{16 * len(kept)} of 192 responses are there already" in done.stdout

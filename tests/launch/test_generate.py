@@ -16,6 +16,7 @@ from safetensors import safe_open
 from semrl_jax import data, models
 from tests.launch.conftest import ROOT, run, start
 from tests.launch.test_bad_input import assert_one_line
+from tests.old_formats import GENERATION, make_old
 
 pytestmark = pytest.mark.slow
 STUDY_PAGE = (ROOT / "docs" / "study.md").read_text()
@@ -81,10 +82,10 @@ def states_of(output):
 
 def test_every_prompt_has_its_responses_and_columns(undisturbed):
     rows = read(undisturbed)
-    places = [(row["prompt_index"], row["sample_index"]) for row in rows]
+    places = [(row["group_id"], row["sample_index"]) for row in rows]
     assert places == [(prompt, sample) for prompt in range(NUM_PROMPTS) for sample in range(N)]
     for row in rows:
-        n = row["prompt_index"]
+        n = row["group_id"]
         assert (row["question"], row["reference"]) == (f"{n}+{n}=", str(2 * n))
         assert json.loads(row["row"])["level"] == n
         assert len(row["response_ids"]) == len(row["rollout_logprobs"]) == row["num_tokens"]
@@ -118,9 +119,9 @@ def test_numbers_are_those_of_transformers(inputs, undisturbed):
             np.testing.assert_allclose(row[column], expected, atol=5e-5)
         assert row["mean_logprob"] == pytest.approx(np.mean(row["rollout_logprobs"]), abs=1e-6)
         both = torch.stack([out.hidden_states[1][0], out.hidden_states[-1][0]], dim=1)
-        name = f"{row['prompt_index']}/{row['sample_index']}/decode"
+        name = f"{row['group_id']}/{row['sample_index']}/decode"
         np.testing.assert_allclose(states[name], both[len(prompt) - 1 : -1], atol=5e-5)
-        prefill = states[f"{row['prompt_index']}/prefill"]
+        prefill = states[f"{row['group_id']}/prefill"]
         np.testing.assert_allclose(prefill, both[: len(prompt)], atol=5e-5)
 
 
@@ -141,6 +142,7 @@ def test_a_generation_that_is_killed_and_stopped_has_the_same_files(inputs, undi
         if number == signal.SIGTERM:
             assert process.returncode == 75, err
             assert "SIGTERM: stopped; the same command continues" in out
+    make_old(min((output / "parts").glob("*.parquet")), GENERATION)  # of an earlier release
     done = run("launch.generate", *arguments)
     assert done.returncode == 0, done.stderr
     assert f"{PER_CALL * len(kept)} of {NUM_PROMPTS * N} responses are there" in done.stdout
@@ -186,9 +188,9 @@ def test_a_study_of_the_recorded_states(inputs, undisturbed, tmp_path):
     table = pq.read_table(tmp_path / "responses.parquet").to_pylist()
     model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float64)
     for row, measured in list(zip(read(undisturbed), table))[:6]:
-        assert (row["prompt_index"], row["sample_index"]) == (
-            measured["prompt"],
-            measured["sample"],
+        assert (row["group_id"], row["sample_index"]) == (
+            measured["group_id"],
+            measured["sample_index"],
         )
         with torch.no_grad():
             logits = model(torch.tensor([row["prompt_ids"] + row["response_ids"]])).logits

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from semrl_jax.pages.report.reading import RunLog
-from semrl_jax.pages.report.samples import TYPES, recorded, spread, verdict
+from semrl_jax.pages.report.samples import recorded, spread
+from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import replacing
-from semrl_jax.support.parquet import ParquetFile, with_types
 
 MAX_STEPS = 20  # of the paired differences
 Z_95 = 1.96
@@ -49,7 +49,7 @@ def paired(runs: Sequence[RunLog], notes: list[str] | None = None) -> list[dict[
                 ours = _accuracies(first[step])
                 damaged = f"{run.name}/rollouts/{files[step].name}"
                 theirs = _accuracies(files[step])
-            except (UserError, KeyError, TypeError):
+            except UserError:
                 text = f"{damaged} cannot be read; no accuracies are compared at step {step}."
                 if notes is not None and text not in notes:
                     notes.append(text)
@@ -79,13 +79,12 @@ def paired(runs: Sequence[RunLog], notes: list[str] | None = None) -> list[dict[
 
 
 def _accuracies(file: pathlib.Path) -> dict[Problem, float]:
-    """Share of correct responses of each problem; TypeError if one has no verdict."""
-    table = ParquetFile(file).table(["benchmark", "group_id", "reference", "correct"])
-    table = with_types(table, TYPES, file)
+    """Share of correct responses of each problem."""
+    table = response_files.read(file, ("benchmark", "group_id", "correct"), ("reference",))
     found: dict[Problem, list[bool]] = {}
-    columns = (table[name].to_pylist() for name in table.column_names)
-    for benchmark, group, reference, correct in zip(*columns):
-        found.setdefault((benchmark, group, reference), []).append(verdict(correct))
+    for row in table.to_pylist():
+        problem = row["benchmark"], row["group_id"], row.get("reference")
+        found.setdefault(problem, []).append(row["correct"])
     return {problem: float(np.mean(verdicts)) for problem, verdicts in found.items()}
 
 

@@ -6,18 +6,18 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from semrl_jax.metrics.records import value_names
 from semrl_jax.pages.html import cut, rounded, shortened
 from semrl_jax.pages.report.reading import RunLog
+from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.parquet import ParquetFile, with_types
+from semrl_jax.support.response_files import METRICS
 
 MAX_BYTES = 6 * 2**20  # of the texts of all responses
 MAX_FILES = 5  # of a run, of training and of evaluations each
@@ -30,20 +30,11 @@ COLUMNS = (
     "run", "source", "step", "group", "sample", "prompt", "response", "reference", "extracted",
     "score", "correct", "error", "finish", "tokens", "logprobs", "ranks", "metrics",
 )  # fmt: skip
-TYPES = {
-    **dict.fromkeys(("step", "group_id", "sample_index"), pa.int64()),
-    **dict.fromkeys(
-        (
-            "benchmark", "prompt", "response", "reference", "extracted", "verifier_error",
-            "finish_reason",
-        ),
-        pa.string(),
-    ),
-    "score": pa.float64(),
-    "correct": pa.bool_(),
-    **dict.fromkeys(("rollout_logprobs", "effective_ranks"), pa.list_(pa.float64())),
-}  # fmt: skip
-READ = TYPES.keys() - {"benchmark", "group_id"}
+NEEDED = "step", "sample_index", "prompt", "response", "score", "correct"
+OPTIONAL = (
+    "reference", "extracted", "verifier_error", "finish_reason", "rollout_logprobs",
+    "effective_ranks", METRICS,
+)  # fmt: skip
 
 
 def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
@@ -65,7 +56,7 @@ def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
         "columns": COLUMNS,
         "rows": found.rows,
         "prompts": list(found.prompts),
-        "metric_names": found.metric_names,
+        "metric_names": [name.removeprefix(METRICS) for name in found.metric_names],
         "note": found.note(),
     }
 
@@ -119,21 +110,17 @@ class _Found:
 
     def add(self, run: int, file: pathlib.Path, max_bytes: int) -> None:
         """Adds groups of a file; their texts have at most `max_bytes`, or it is one per source."""
-        parquet = ParquetFile(file)
-        columns = set(parquet.names)
-        small = _read(parquet, file, lambda name: name in ("benchmark", "group_id")).to_pydict()
+        small = response_files.read(file, ("group_id",), ("benchmark",)).to_pydict()
         sources = small.get("benchmark") or [TRAINING] * len(small["group_id"])
         groups: dict[tuple[str, int], list[int]] = {}
         for index, key in enumerate(zip(sources, small["group_id"])):
             groups.setdefault(key, []).append(index)
-        names = {
-            name.removeprefix("metrics/")
-            for name in value_names(c for c in columns if c.startswith("metrics/"))
-        }
+        read = response_files.read(file, NEEDED, OPTIONAL)
+        names = {name for name in read.column_names if name.startswith(METRICS)}
         self.metric_names += sorted(names - set(self.metric_names))
-        read = _read(parquet, file, lambda name: name in READ or name.startswith("metrics/"))
         kept = self._fitting(groups, read, max_bytes)
-        table = read.take([index for key in kept for index in groups[key]]).to_pylist()
+        indices = [index for key in kept for index in groups[key]]
+        table = read.take(pa.array(indices, pa.int64())).to_pylist()  # typed also without a row
         keys = [key for key in kept for _ in groups[key]]
         # All rows of a file or none: one of them may be damaged.
         num_cut = self._num_cut
@@ -177,16 +164,16 @@ class _Found:
             int(row["sample_index"]),
             self.prompts.setdefault(prompt, len(self.prompts)),
             cut(row["response"], MAX_CHARACTERS),
-            _short(row["reference"]),
-            _short(row["extracted"]),
+            _short(row.get("reference")),
+            _short(row.get("extracted")),
             rounded(row["score"]),
-            verdict(row["correct"]),
-            _short(row.get("verifier_error")),
+            row["correct"],
+            _short(row.get("verifier_error") or None),
             str(row.get("finish_reason") or ""),
             len(logprobs),
             _line(logprobs),
             _line(row.get("effective_ranks") or []),
-            [_metric(row, name) for name in self.metric_names],
+            [_metric(row.get(name)) for name in self.metric_names],
         ]
 
     def note(self) -> str:
@@ -208,19 +195,6 @@ class _Found:
         return note + " rollouts/ has all of them."
 
 
-def _read(parquet: ParquetFile, file: pathlib.Path, is_wanted: Callable[[str], bool]) -> pa.Table:
-    table = parquet.table([name for name in parquet.names if is_wanted(name)])
-    metrics = {name: pa.float64() for name in table.column_names if name.startswith("metrics/")}
-    return with_types(table, TYPES | metrics, file)
-
-
-def verdict(value: Any) -> bool:
-    """Whether a response is correct; TypeError for what is no verdict, which is not "wrong"."""
-    if not isinstance(value, bool):
-        raise TypeError(f"the verdict is {value!r:.40}")
-    return value
-
-
 def _short(text: str | None) -> str | None:
     return None if text is None else shortened(text, MAX_ANSWER)
 
@@ -235,7 +209,5 @@ def _line(values: Sequence[float]) -> list[float | None]:
     return [rounded(mean, 3) for mean in (sums / np.diff([*starts, len(values)])).tolist()]
 
 
-def _metric(row: dict[str, Any], name: str) -> float | None:
-    value = row.get(f"metrics/{name}")
-    valid = row.get(f"metrics/{name}_valid", 1.0)
-    return rounded(value) if value is not None and valid and math.isfinite(value) else None
+def _metric(value: float | None) -> float | None:
+    return rounded(value) if value is not None and math.isfinite(value) else None

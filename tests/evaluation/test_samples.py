@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from semrl_jax.evaluation import sample_files
-from semrl_jax.evaluation.samples import Sample
+from semrl_jax.evaluation.samples import COLUMNS, read_samples, write_samples
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.response_files import kind_of
 from tests.evaluation.making import make_sample
 
 
@@ -26,25 +26,25 @@ SAMPLES = [
 
 def test_samples_survive_a_file(tmp_path):
     file = tmp_path / "samples.parquet"
-    sample_files.write_samples(file, SAMPLES)
-    assert same(sample_files.read_samples(file), SAMPLES)
+    write_samples(file, SAMPLES)
+    assert same(read_samples(file), SAMPLES)
     assert [path.name for path in tmp_path.iterdir()] == ["samples.parquet"]
 
 
 def test_columns_are_the_fields_of_a_sample_and_typed_also_without_values(tmp_path):
     file = tmp_path / "samples.parquet"
-    assert (*sample_files.TYPES, "metrics") == Sample._fields
+    types = {name: kind_of(name) for name in COLUMNS}
     for samples in ([make_sample()], []):
-        sample_files.write_samples(file, samples)
+        write_samples(file, samples)
         schema = pq.read_schema(file)
-        assert dict(zip(schema.names, schema.types)) == sample_files.TYPES
-        assert same(sample_files.read_samples(file), samples)
+        assert dict(zip(schema.names, schema.types)) == types
+        assert same(read_samples(file), samples)
 
 
 def test_unpaired_surrogates_become_question_marks(tmp_path):
     file = tmp_path / "samples.parquet"
-    sample_files.write_samples(file, [make_sample(response="a\ud800b", question="\udfff")])
-    (found,) = sample_files.read_samples(file)
+    write_samples(file, [make_sample(response="a\ud800b", question="\udfff")])
+    (found,) = read_samples(file)
     assert (found.response, found.question) == ("a?b", "?")
 
 
@@ -60,12 +60,12 @@ def changed(name, values):
     ("change", "message"),
     [
         (changed("response", None), "no column 'response'"),
-        (changed("correct", pa.array([1, 0, 1])), "column 'correct' must be bool, not int64"),
+        (changed("correct", pa.array(["yes", "no", "no"])), "'correct' is of string, but must be"),
         (changed("score", pa.array([None, 0.5, 1.0])), "row 0 has no 'score'"),
         (changed("benchmark", pa.array(["a", "b", None])), "row 2 has no 'benchmark'"),
         (
-            lambda table: table.append_column("metrics/x", pa.array(["1", "2", "3"])),
-            "column 'metrics/x' must be double, not string",
+            lambda table: table.append_column("metrics/x", pa.array(["1", "2", "high"])),
+            "'metrics/x' is of string, but must be of double",
         ),
         (
             lambda table: table.append_column("score", pa.array([1.0, 2.0, 3.0])),
@@ -75,16 +75,16 @@ def changed(name, values):
 )
 def test_a_file_with_other_columns_is_refused(tmp_path, change, message):
     file = tmp_path / "samples.parquet"
-    sample_files.write_samples(file, SAMPLES)
+    write_samples(file, SAMPLES)
     pq.write_table(change(pq.read_table(file)), file)
-    with pytest.raises(UserError, match=f"samples.parquet is no file of samples: .*{message}"):
-        sample_files.read_samples(file)
+    with pytest.raises(UserError, match=f"samples.parquet.*{message}"):
+        read_samples(file)
 
 
 @pytest.mark.parametrize("damage", ["text", "empty", "cut", "missing", "directory"])
 def test_what_is_no_parquet_file_is_refused_in_one_line(tmp_path, damage):
     file = tmp_path / "samples.parquet"
-    sample_files.write_samples(file, SAMPLES)
+    write_samples(file, SAMPLES)
     content = {"text": b"PAR1 or not\n" * 99, "empty": b"", "cut": file.read_bytes()[:-20]}
     if damage in content:
         file.write_bytes(content[damage])
@@ -93,5 +93,5 @@ def test_what_is_no_parquet_file_is_refused_in_one_line(tmp_path, damage):
         if damage == "directory":
             file.mkdir()
     with pytest.raises(UserError, match=r"samples.parquet (cannot be read|is not a file)") as error:
-        sample_files.read_samples(file)
+        read_samples(file)
     assert "\n" not in str(error.value)

@@ -1,0 +1,267 @@
+"""Files of responses: the one table, its columns, its writer and its reader.
+
+Training runs, evaluations and generations write the columns that they have, one row per response.
+A reader gets them under these names from files of earlier releases too.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import replacing
+from semrl_jax.support.parquet import ParquetFile, strings, with_types
+
+METRICS, SCORES = "metrics/", "score/"  # beginnings of the names of further numbers
+
+
+class Column(NamedTuple):
+    """A column; `meaning` is its line in docs/run_directory.md."""
+
+    kind: pa.DataType
+    meaning: str
+
+
+def _per_token(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind))
+
+
+TEXT, WHOLE, NUMBER, FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+COLUMNS = {
+    "step": Column(WHOLE, "step of the weights that sampled the response; only in a run"),
+    "benchmark": Column(TEXT, "data source of the prompt; not in training steps"),
+    "group_id": Column(
+        WHOLE,
+        "number of the prompt from 0: in a run over its training or its problems, in "
+        "`launch.evaluate` in the benchmark, in `launch.generate` the row of the files",
+    ),
+    "sample_index": Column(WHOLE, "number of the response among those to its prompt, from 0"),
+    "question": Column(TEXT, "what the user asks, without the template; not in a run"),
+    "prompt": Column(
+        TEXT, "with template, in a run with special tokens too; not in `launch.evaluate`"
+    ),
+    "reference": Column(TEXT, "reference answer; null without one"),
+    "problem_type": Column(TEXT, 'such as "Algebra", or ""; only in `launch.evaluate`'),
+    "row": Column(
+        TEXT,
+        "JSON object: the row of the prompt, or what of it a verifier of `launch.evaluate` takes, "
+        'or ""; not in a run',
+    ),
+    "response": Column(
+        TEXT,
+        "what the verifier got: without special tokens, up to the first stop string; in a run the "
+        "text of all token ids",
+    ),
+    "extracted": Column(TEXT, "the answer that the verifier found; null if there is none"),
+    "correct": Column(FLAG, "the verifier's verdict"),
+    "score": Column(NUMBER, "reward from the verifier, before shaping"),
+    "score/<name>": Column(
+        NUMBER,
+        "only with `rewards.functions`: score of one of them; `score` is their weighted sum",
+    ),
+    "boxed": Column(FLAG, "whether the response has a complete box"),
+    "verifier_error": Column(
+        TEXT, 'why the verifier [failed](verifiers.md#what-counts-as-a-failure); "" if it did not'
+    ),
+    "finish_reason": Column(
+        TEXT,
+        "`eos`; `stop`: a stop token, word or [string](data.md#where-a-response-ends); `length`; "
+        "`aborted`; `prompt_too_long` for a problem that was not sampled",
+    ),
+    "num_tokens": Column(WHOLE, "tokens that the policy sampled"),
+    "mean_logprob": Column(NUMBER, "mean of their `rollout_logprobs`; NaN without one"),
+    "prompt_ids": Column(_per_token(pa.int32()), "token ids; not in `launch.evaluate`"),
+    "response_ids": Column(_per_token(pa.int32()), "the same, with the end token"),
+    "rollout_logprobs": Column(
+        _per_token(pa.float32()),
+        "log-probability of each response token under the distribution sampled from, nats; in a "
+        "run, or with `--logprobs`",
+    ),
+    "rollout_raw_logprobs": Column(
+        _per_token(pa.float32()), "of the unmodified logits; with `--logprobs`, not with vLLM"
+    ),
+    "response_mask": Column(
+        _per_token(FLAG),
+        "false on context that the policy did not sample, such as an environment's text, whose "
+        "log-probability is 0; only if a response has context",
+    ),
+    "effective_ranks": Column(
+        _per_token(pa.float32()),
+        "effective rank of each prefix that ERV and ERA are computed from (`metrics.stride`, "
+        "`metrics.window`); only in a run, if it was measured",
+    ),
+    "metrics/<label>": Column(
+        NUMBER,
+        "a [metric](metrics.md) of the response, such as `metrics/effective_rank_velocity`; NaN "
+        "where not valid, null if not measured",
+    ),
+}
+KEYS = ("group_id", "sample_index")  # of a response among those of a benchmark
+IDS = ("prompt_ids", "response_ids")
+# Columns of a verdict; score/<name> is another.
+VERDICT = ("extracted", "correct", "score", "boxed", "verifier_error")
+# Names in files of earlier releases: of evaluations, generations, and both.
+OLD_NAMES = {
+    "problem": "group_id",
+    "sample": "sample_index",
+    "prompt_index": "group_id",
+    "data_source": "benchmark",
+}
+_OLD_VALID = "_valid"  # metrics/<label>_valid in runs: 0.0 where metrics/<label> is not valid
+_MAY_BE_NULL = ("extracted",)
+_WITH_TOKENS = "rollouts/ of a run and responses.parquet of launch.generate have token ids"
+
+
+def kind_of(name: str) -> pa.DataType | None:
+    """The type of a column; None for one that is not of responses."""
+    if name in COLUMNS:
+        return COLUMNS[name].kind
+    return NUMBER if name.startswith((METRICS, SCORES)) else None
+
+
+def table_of(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
+    """The table of columns by name, in the order of COLUMNS. Unpaired surrogates become "?"."""
+    arrays = {}
+    for name in sorted(columns, key=_place):
+        kind, values = kind_of(name), columns[name]
+        # from_pandas=False: NaN is a value, not null.
+        is_text = kind == TEXT
+        arrays[name] = strings(values) if is_text else pa.array(values, kind, from_pandas=False)
+    return pa.table(arrays)
+
+
+def _place(name: str) -> tuple[int, str]:
+    families = {METRICS: "metrics/<label>", SCORES: "score/<name>"}
+    family = name[: name.find("/") + 1]
+    return list(COLUMNS).index(families.get(family, name)), name
+
+
+def write(file: pathlib.Path, table: pa.Table) -> None:
+    """Writes a table; the file is complete or missing.
+
+    Raises:
+      UserError: if a directory lies at the name of the file.
+    """
+    with replacing(file) as out:
+        pq.write_table(table, out, compression="zstd")
+
+
+def join(parts: Sequence[pathlib.Path], file: pathlib.Path) -> None:
+    """Joins files into one, with a part in memory at a time; the file is complete or missing.
+
+    A column that a part lacks, because none of its responses has the metric, is null there.
+    """
+    schema = pa.unify_schemas([read(part).schema for part in parts])
+    with replacing(file) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
+        for part in parts:
+            tables = [schema.empty_table(), read(part)]
+            writer.write_table(pa.concat_tables(tables, promote_options="default"))
+
+
+def read(
+    file: pathlib.Path, needed: Sequence[str] = (), optional: Sequence[str] | None = None
+) -> pa.Table:
+    """The rows of a file as one table, see `batches`."""
+    source = ParquetFile(file)
+    stored = _stored(file, source, needed, optional)
+    return _checked(source.table(list(stored.values())), stored, needed, file)
+
+
+def batches(
+    file: pathlib.Path, needed: Sequence[str] = (), optional: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """The rows of a file, a few at a time, in the columns and types of COLUMNS.
+
+    Args:
+      file: .parquet, of this or an earlier release, or with columns of these names.
+      needed: columns that have a value in every row; `extracted` may be null.
+      optional: columns to read if the file has them, METRICS stands for all metrics; None: all.
+
+    Raises:
+      UserError: naming the file and what is wrong with it.
+    """
+    source = ParquetFile(file)
+    stored = _stored(file, source, needed, optional)
+    first = 0
+    for table in source.tables(list(stored.values())):
+        yield _checked(table, stored, needed, file, first)
+        first += len(table)
+
+
+def _stored(
+    file: pathlib.Path, source: ParquetFile, needed: Sequence[str], optional: Sequence[str] | None
+) -> dict[str, str]:
+    """The columns to read and their names in the file. A present name goes before an old one."""
+    present = {name: OLD_NAMES.get(name, name) for name in source.names}
+    found = {new: old for old, new in present.items() if new == old or new not in present}
+    for name in needed:
+        if name not in found:
+            where = f" ({_WITH_TOKENS})" if name.endswith("_ids") else ""
+            raise UserError(f"{file} is no file of responses: it has no column {name!r}{where}.")
+    if optional is not None:
+        found = {
+            name: stored
+            for name, stored in found.items()
+            if name in needed
+            or name in optional
+            or (name.startswith(METRICS) and METRICS in optional)
+        }
+    for stored in found.values():
+        if source.names.count(stored) > 1:
+            raise UserError(
+                f"{file} is no file of responses: it has more than one column {stored!r:.100}."
+            )
+    return found
+
+
+def _checked(
+    table: pa.Table,
+    stored: Mapping[str, str],
+    needed: Sequence[str],
+    file: pathlib.Path,
+    first: int = 0,
+) -> pa.Table:
+    """The rows from number `first` on, with the names and types of COLUMNS."""
+    table = table.select(list(stored.values())).rename_columns(list(stored))
+    _check_token_ids(table, file)
+    kinds = {name: kind for name in stored if (kind := kind_of(name)) is not None}
+    table = with_types(table, kinds, file)
+    for name in needed:
+        if table[name].null_count and name not in _MAY_BE_NULL:
+            row = first + table[name].is_null().to_pylist().index(True)
+            raise UserError(f"{file} is no file of responses: row {row} has no {name!r}.")
+    for flag in [name for name in stored if name.startswith(METRICS) and name.endswith(_OLD_VALID)]:
+        name = flag.removesuffix(_OLD_VALID)
+        if name in stored:
+            values = pc.if_else(pc.equal(table[flag], 0), math.nan, table[name])
+            table = table.set_column(table.column_names.index(name), name, values)
+            table = table.drop_columns(flag)
+    return table
+
+
+def _check_token_ids(table: pa.Table, file: pathlib.Path) -> None:
+    """Raises UserError if a row has no token ids; only those of a response may be empty."""
+    for name in IDS:
+        if name not in table.column_names:
+            continue
+        column = table[name]
+        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        good = is_list and not column.null_count
+        ids = pc.list_flatten(column) if good else column
+        if good and len(ids):
+            good = pa.types.is_integer(ids.type) and not ids.null_count
+            good = good and 0 <= pc.min(ids).as_py() <= pc.max(ids).as_py() < 2**31
+        if good and len(column) and name == "prompt_ids":
+            good = pc.min(pc.list_value_length(column)).as_py() > 0
+        if not good:
+            raise UserError(
+                f"{file}: a row has no token ids in the column {name}; it is damaged or not of "
+                "responses, so name another file."
+            )
