@@ -90,7 +90,7 @@ def prompts_of_files(
     tokenizer: Any,
     report: Callable[[str], None],
     *,
-    keep_columns: bool,
+    keep_columns: bool = False,
     num_rows: int = 0,
     needs_answer: bool = True,
 ) -> data.PromptDataset:
