@@ -88,7 +88,7 @@ def synced_client(policy, params, **options):
 
 
 def assert_raw_logprobs(policy, params, rollouts):
-    """They are those of the full pass."""
+    """Raw log-probabilities equal what the full pass gives."""
     for rollout, _, raw in full_forward(policy, params, rollouts):
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
 

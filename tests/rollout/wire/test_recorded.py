@@ -156,7 +156,7 @@ def messages():
         return codec.encode_request(GenerateCall(REQUESTS, sampling, states, VERSION, metrics))
 
     def response(rollout):
-        """As it was recorded: the metric has a value only."""
+        """Without the validity of its metric, which the recorded messages lack."""
         (message,) = codec.encode_rollout(rollout)
         del message.response.metrics["effective_rank_valid"]
         return message
