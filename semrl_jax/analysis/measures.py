@@ -40,7 +40,7 @@ class StudiedResponse:
     """One response; arrays have an entry per token that the policy sampled, NaN or None: unknown.
 
     Attributes:
-      prompt, sample: the prompt's number, and the number among its responses.
+      group_id, sample_index: the prompt's number, and the number among its responses.
       states: final states; row t produced token t.
       token_ids: int32.
       text: decoded.
@@ -51,8 +51,8 @@ class StudiedResponse:
         Higher is more confident: the other 19 are then unlikely.
     """
 
-    prompt: int
-    sample: int
+    group_id: int
+    sample_index: int
     states: Float[np.ndarray, "T D"]
     token_ids: Int[np.ndarray, " T"] | None = None
     text: str | None = None
