@@ -60,7 +60,7 @@ class Correlation:
         would correlate them. NaN as in `study.correlation`.
         """
         columns = {name: getattr(self, name).astype(float) for name in ("effective_rank", order)}
-        table = {"prompt": np.arange(len(self.tokens)), "length": self.tokens, **columns}
+        table = {"group_id": np.arange(len(self.tokens)), "length": self.tokens, **columns}
         return correlation(table, *columns, EQUAL_LENGTH if equal_length else "all").r
 
 
