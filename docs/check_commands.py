@@ -20,6 +20,7 @@ import re
 import runpy
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ FOREIGN = (
 )  # fmt: skip
 SHELL_VALUE = re.compile(r"\$\([^()]*(\([^()]*\))*[^()]*\)|\$\w+")  # $NAME, $(command)
 PYTHON = re.compile(r"(\S*/)?python3?")
+# A module that a page tells its reader to save; flags may name what is in it.
+SAVED = re.compile(r"`(my_package/\w+\.py)`.*?```python\n(.*?)```", re.DOTALL)
 
 
 class Command(NamedTuple):
@@ -187,11 +190,16 @@ def problems(chosen: list[pathlib.Path]) -> list[str]:
     importlib.import_module("launch.cli")  # once, before processes are forked
     importlib.import_module("configs.default")
     found = []
-    for page in chosen:
-        for command in commands_of(page):
-            if problem := problem_of(command):
-                found.append(f"{command.place}: {problem}")
-        found.extend(broken_links(page))
+    with tempfile.TemporaryDirectory() as saved:
+        sys.path.append(saved)
+        for page in chosen:
+            for name, code in SAVED.findall(page.read_text()):
+                pathlib.Path(saved, name).parent.mkdir(exist_ok=True)
+                pathlib.Path(saved, name).write_text(code)
+            for command in commands_of(page):
+                if problem := problem_of(command):
+                    found.append(f"{command.place}: {problem}")
+            found.extend(broken_links(page))
     return found
 
 

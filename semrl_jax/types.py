@@ -238,6 +238,12 @@ class Rollout:
         """The length of the response in all statistics: context does not count."""
         return int(self.response_mask.sum())
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Size of the hidden states."""
+        arrays = self.hidden_states, self.prompt_states
+        return sum(array.nbytes for array in arrays if array is not None)
+
     def policy_states(self, layer: int) -> Float[np.ndarray, "_ D"]:
         """Hidden states of a layer without the rows of context; a view if there is no context."""
         states = self.hidden_states[:, self.layers.index(layer)]

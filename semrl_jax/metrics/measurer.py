@@ -27,7 +27,6 @@ from semrl_jax.metrics import (
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.metrics.records import Metrics
-from semrl_jax.rollout.wire.codec import num_state_bytes
 from semrl_jax.support.programs import compiled_once
 from semrl_jax.support.rounding import next_power_of_two
 from semrl_jax.types import MetricParams, Rollout
@@ -287,10 +286,10 @@ async def measure_each(
                 if rollout is not None:
                     measured = measurer.submit(rollout.policy_states(-1))
                     pending[asyncio.wrap_future(measured)] = rollout
-                    num_held += num_state_bytes(rollout)
+                    num_held += rollout.num_state_bytes
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)
-                num_held -= num_state_bytes(rollout)
+                num_held -= rollout.num_state_bytes
                 metrics, (mean_state,), ranks = future.result()
                 rollout = dataclasses.replace(
                     rollout, metrics=metrics, mean_state=mean_state, effective_ranks=ranks

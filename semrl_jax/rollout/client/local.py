@@ -153,7 +153,7 @@ class LocalResponses(Responses):
                 self._loop.call_soon_threadsafe(self._room.release)
             codec.check_values(item)
             self.num_bytes.update(codec.num_bytes(item))
-            self.num_bytes["state_bytes"] += codec.num_state_bytes(item)
+            self.num_bytes["state_bytes"] += item.num_state_bytes
             yield item
         _result(item, "Generate")
 

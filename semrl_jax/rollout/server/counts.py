@@ -53,4 +53,4 @@ class Counts:
         self.responses[rollout.finish_reason] += 1
         self.response_tokens += int(rollout.response_mask.sum())
         self.sent_bytes["tokens"] += codec.num_bytes(rollout)["token_bytes"]
-        self.sent_bytes["states"] += codec.num_state_bytes(rollout)
+        self.sent_bytes["states"] += rollout.num_state_bytes

@@ -279,12 +279,6 @@ def num_bytes(rollout: Rollout) -> collections.Counter[str]:
     return found
 
 
-def num_state_bytes(rollout: Rollout) -> int:
-    """Size of the hidden states of a response."""
-    states = (getattr(rollout, field) for field in STATE_FIELDS.values())
-    return sum(array.nbytes for array in states if array is not None)
-
-
 def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
     """Yields the response, then its states in serialised chunks if they exceed one chunk.
 
