@@ -216,8 +216,8 @@ def _first_above(weights: Float[Array, "B N"], share: Float[Array, " B"]) -> Int
 
 
 def _taken(
-    values: Float[Array, "B N *rest"], index: Int[Array, " B"], axis: str | None = None
-) -> Float[Array, B * rest]:
+    values: Float[Array, "B N ..."], index: Int[Array, " B"], axis: str | None = None
+) -> Float[Array, "B ..."]:
     """values[b, index[b]]; with an axis, `index` counts over its devices, and one has the value."""
     rows = jnp.arange(len(index))
     if axis is None:
