@@ -198,7 +198,7 @@ BENCHMARKS = {
     # GSM8K (arXiv:2110.14168), test problems; the answer follows the last ####.
     "gsm8k": Benchmark(1319, _gsm8k),
     # MATH (arXiv:2103.03874), test problems; the answer is the last box of the solution.
-    "math": Benchmark(5000, _math, note="the fields are those of the first publication"),
+    "math": Benchmark(5000, _math, note="the first publication names the fields"),
     # Chinese high school olympiad 2024 (preliminary); answers are numbers ("10.0").
     "math24o": Benchmark(21, _NUMBERS),
     # MATH-500 (arXiv:2305.20050), test problems of MATH; the answer has its own field.
@@ -223,7 +223,6 @@ BENCHMARKS = {
     "svamp": Benchmark(1000, _svamp),
     # TabMWP (arXiv:2209.14610), about a table; with options, the answer is the text of one.
     "tabmwp": Benchmark(
-        1000, _tabmwp, note="the size, 1000, and the fields are those of the published test1k, not "
-        "checked",
+        1000, _tabmwp, note="size and fields are from the published test1k and were not checked",
     ),
 }  # fmt: skip

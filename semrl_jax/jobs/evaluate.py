@@ -120,7 +120,7 @@ def evaluate(
         if len(found) > 1:
             _write_comparison(found, output, reporter)
         if found:
-            reporter.notice(f"done: see {output / 'page.html'} and the files beside it")
+            reporter.notice(f"done: see {output / 'page.html'} and the other files there")
 
     return resumable(work, quiet=quiet and not only_check)
 

@@ -111,7 +111,7 @@ class Scored(Sequence[ScoredRollout]):
         return Scored(items, metrics, _stacked([found.mean_states for found in measured]))
 
     def columns(self, arrays: Sequence[str] = ()) -> dict[str, list[Any]]:
-        """The responses as columns of `support.response_files`, without those of their prompts.
+        """The columns of `support.response_files` that describe responses, not their prompts.
 
         Args:
           arrays: names of TOKEN_ARRAYS that have a column; an optional one only if it is needed.
