@@ -201,7 +201,7 @@ def problem(case, home) -> str:
     name, *words = shlex.split(case.line)
     arguments = [word.replace("{home}", str(home)) for word in words]
     if not case.until:
-        done = run(f"launch.{name}", *arguments, text=case.text)
+        done = run(f"launch.{name}", *arguments, text=case.text, timeout=300)
         code, out, err = done.returncode, done.stdout, done.stderr
     else:
         process = start(
