@@ -4,10 +4,10 @@ import pytest
 
 from semrl_jax.settings import declared
 
-TEXT = '''
+TEXT = """
 class Options:
     scale: float = setting({default}, "Factor of the advantage", above=0)
-'''
+"""
 
 
 def test_two_algorithms_may_share_an_option_but_not_its_name(tmp_path, monkeypatch):
@@ -18,5 +18,5 @@ def test_two_algorithms_may_share_an_option_but_not_its_name(tmp_path, monkeypat
     assert field.name == "scale" and field.default == 1.0
     assert field.metadata["setting"].meaning.startswith("first, second: ")
     (tmp_path / "second.py").write_text(TEXT.format(default=2.0))
-    with pytest.raises(ValueError, match="first, second of .* declare the option 'scale'"):
+    with pytest.raises(ValueError, match=r"first, second of .* declare the option 'scale'"):
         declared.declared_options()
