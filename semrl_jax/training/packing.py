@@ -332,7 +332,7 @@ def _cheapest(
         else:
             num_columns = longest
             if is_shared:
-                size = plan.split_evenly(few_sizes(int(lengths.max())))
+                size = plan.split_evenly(few_sizes(int(lengths.max()), per_octave=16))
                 num_columns = min(size, most_columns)
             most_rows = most_columns // num_columns
             if not plan.micro_batch_tokens:
@@ -498,7 +498,10 @@ def longest_first(lengths: Int[np.ndarray, " B"]) -> Sequence[int]:
     return np.argsort(-lengths, kind="stable").tolist()
 
 
-def few_sizes(count: int) -> int:
-    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
-    step = max(next_power_of_two(count) // 8, 1)
+def few_sizes(count: int, per_octave: int = 4) -> int:
+    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more.
+
+    With more sizes `per_octave`, n, at most 1/n more.
+    """
+    step = max(next_power_of_two(count) // (2 * per_octave), 1)
     return -(-count // step) * step
