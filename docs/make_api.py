@@ -25,8 +25,8 @@ import pdoc
 import semrl_jax
 
 TARGET = pathlib.Path(__file__).resolve().parents[1] / "build" / "api"
-# Generated code, and programs that import what only the environment of vLLM has.
-LEFT_OUT = ("semrl_jax.rollout.wire.proto",)
+# Generated code, and a module that needs another package.
+LEFT_OUT = ("semrl_jax.rollout.wire.proto", "semrl_jax.environments.kinds.verifiers")
 
 
 def modules(package: ModuleType) -> Iterator[ModuleType]:

@@ -5,11 +5,11 @@
 
 A policy is a run directory, one of its checkpoints, or a Hugging Face directory. Several: repeat
 --policy, or --steps=0,20,40 of a run. A benchmark is a known name (docs/data.md), a .jsonl or
-.parquet file, or a module; without --benchmarks, the held-out problems of the run. Writes
-samples.parquet, results.json and page.html into --output, for several policies into a directory
-each, and a comparison. The same command continues an interrupted evaluation. Any field of the
-config can be set, --config.rollout.engine=vllm. Without --config, the command takes the config of
-the run, or the default config. docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong
+.parquet file, environment:NAME, or a module; without --benchmarks, the held-out problems of the
+run. Writes samples.parquet, results.json and page.html into --output, for several policies into a
+directory each, and a comparison. The same command continues an interrupted evaluation. Any field of
+the config can be set, --config.rollout.engine=vllm. Without --config, the command takes the config
+of the run, or the default config. docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong
 setting (one line names it), 75 ended by a signal.
 """
 
@@ -26,7 +26,8 @@ from launch import cli
 from launch.fields import chosen_fields, config_of_policy, first_run, short_flags, values_of
 from semrl_jax.data.templates import STOP_STRINGS
 from semrl_jax.runs.config import check_sections
-from semrl_jax.settings.evaluation import most_responses
+from semrl_jax.settings.environment import PREFIX
+from semrl_jax.settings.evaluation import ALL_PROBLEMS, most_responses
 from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
@@ -71,7 +72,6 @@ GIVEN = {
 }
 # The sampling of the published evaluations (docs/evaluation.md).
 DEFAULTS = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.95}
-ALL_PROBLEMS = 10**9
 SCORES, GREEDY = "semrl_jax.evaluation.scores", "greedy"
 
 
@@ -103,13 +103,19 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     fields = chosen_fields(FIELDS, values_of(GIVEN), DEFAULTS)
     if GIVEN["k"].value is not None:
         fields["evaluation.k"] = tuple(whole_number("k", text) for text in GIVEN["k"].value)
+    if "environment.name" in given:
+        raise UserError(
+            f"--config.environment.name={given['environment.name']} has no meaning in "
+            f"launch.evaluate; give --benchmarks={PREFIX}{given['environment.name']}."
+        )
     has_problems = CONFIG_GIVEN or first_run(sys.argv) is not None
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
     if not of_run:
         # Only the named benchmarks are evaluated, without the held-out problems of a run.
         fields["evaluation.held_out"] = False
-    # Procedural problems have no end: those of a run are as many as the run held out.
-    is_endless = of_run and config.data.task == "reasoning_gym"
+        fields["environment.name"] = ""
+    # Tasks and procedural problems have no end: those of a run are as many as the run held out.
+    is_endless = of_run and config.data.task in ("reasoning_gym", "environment")
     if "evaluation.num_problems" not in {*fields, *given} and not is_endless:
         fields["evaluation.num_problems"] = ALL_PROBLEMS
     if "evaluation.scores" not in {*fields, *given}:

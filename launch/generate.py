@@ -84,6 +84,7 @@ DEFAULTS = {
 # Settings of training that would have no meaning here.
 FIXED = {
     "data.task": "files",
+    "environment.name": "",
     "data.prompts_per_step": 1,
     "rollout.group_size": 1,
     "evaluation.k": (1,),

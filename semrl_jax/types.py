@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from semrl_jax.metrics.records import Metrics
+from semrl_jax.metrics.names import ORDERS
+from semrl_jax.metrics.records import MetricKey, Metrics
 
 if TYPE_CHECKING:
     from jax import Array
 
 FinishReason = Literal["eos", "stop", "length", "aborted"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+# Metrics of single turns, by the name of the field of a rollout.
+TURN_METRICS = {
+    f"turn_{key.label}": key for key in (MetricKey("effective_rank", order) for order in ORDERS)
+}
 MAX_STOP_STRINGS = 64  # of a call
 MAX_STOP_CHARACTERS = 128  # of a stop string
 
@@ -208,6 +213,13 @@ class Rollout:
         given. The policy attends to context, but context has no log-probability, no row in a
         metric, no advantage and no loss, and no length or mean over tokens counts it. At least
         one token is True, unless the response was aborted.
+      turn_rewards: float32, of each turn of the policy, which is a run of True in `response_mask`;
+        None without an environment.
+      turn_effective_rank, turn_effective_rank_velocity, turn_effective_rank_acceleration: float32,
+        measured of each turn of an episode alone, in layer -1; NaN where not valid; None if not
+        measured.
+      environment_error: why the environment failed; "" if it did not.
+      environment_s: seconds that the environment took to answer.
     """
 
     sample_id: str
@@ -228,6 +240,12 @@ class Rollout:
     effective_ranks: Float[np.ndarray, " K"] | None = None
     prompt_states: Float[np.ndarray, "_ L D"] | None = None
     response_mask: Bool[np.ndarray, " T"] | None = None  # never None in an instance
+    turn_rewards: Float[np.ndarray, " _"] | None = None
+    turn_effective_rank: Float[np.ndarray, " _"] | None = None
+    turn_effective_rank_velocity: Float[np.ndarray, " _"] | None = None
+    turn_effective_rank_acceleration: Float[np.ndarray, " _"] | None = None
+    environment_error: str = ""
+    environment_s: float = 0.0
 
     def __post_init__(self):
         if self.response_mask is None:
@@ -237,6 +255,12 @@ class Rollout:
     def num_policy_tokens(self) -> int:
         """The length of the response in all statistics: context does not count."""
         return int(self.response_mask.sum())
+
+    @property
+    def turn_lengths(self) -> Int[np.ndarray, " _"]:
+        """The number of tokens of each turn of the policy."""
+        edges = np.flatnonzero(np.diff(self.response_mask, prepend=False, append=False))
+        return edges[1::2] - edges[::2]
 
     @property
     def num_state_bytes(self) -> int:
@@ -256,7 +280,7 @@ class TokenArray(NamedTuple):
     Attributes:
       name: the field, with one entry per token, or fewer.
       dtype: its NumPy dtype, little-endian.
-      wire: the bytes field of the message `Response`; "" if the codec has its own rule.
+      wire: the bytes field of the message `Response`; "" if the codec has its own rule or none.
       is_recorded: whether the Parquet files of a run have a column of this name.
       is_optional: whether messages and files may omit it; see `is_left_out`.
       is_per_token: whether there is one entry per token of the response.
@@ -286,6 +310,10 @@ TOKEN_ARRAYS = (
     TokenArray("response_mask", "|b1", wire="response_mask", is_optional=True),
     TokenArray(
         "effective_ranks", "<f4", wire="effective_ranks", is_optional=True, is_per_token=False
+    ),
+    *(  # of the trainer alone
+        TokenArray(name, "<f4", is_optional=True, is_per_token=False)
+        for name in ("turn_rewards", *TURN_METRICS)
     ),
 )
 

@@ -34,6 +34,7 @@ def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> 
         metrics=metrics or {},
         response_mask=fields.get("response_mask"),
         effective_ranks=fields.get("effective_ranks"),
+        turn_rewards=fields.get("turn_rewards"),
     )
     verdict = Verdict(
         score=score,

@@ -13,6 +13,7 @@ FLOORS = (
     ("evaluation",),
     ("sampling",),
     ("rollout",),
+    ("environments",),
     ("models", "rewards", "cluster", "pages"),
     ("settings",),
     ("data",),

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Makes the Python environment in which benchmarks/step.py runs another library.
+# Makes the Python environment in which benchmarks/step.py, or a test of environments, runs another
+# library.
 #
-#     benchmarks/peers/make_env.sh tunix|trl [DIRECTORY]
+#     benchmarks/peers/make_env.sh tunix|trl|openenv|verifiers [DIRECTORY]
 #
-# The default directory is .venv-tunix or .venv-trl in the root of the repository. Running it again
+# The default directory is .venv-NAME in the root of the repository. Running it again
 # continues an interrupted installation. On a machine without a GPU, set PIP_EXTRA_INDEX_URL to
 # PyTorch's index of CPU builds (pytorch.org names it); otherwise pip installs the CUDA build of torch,
 # which is larger and as fast on a CPU.
@@ -14,7 +15,9 @@ case "${1:-}" in
   # Without torchvision and torchaudio: transformers imports them if they are there, and this fails
   # if they were built for another torch.
   trl) packages=(torch==2.13.0 trl==1.16.0) ;;
-  *) echo "usage: $0 tunix|trl [DIRECTORY]" >&2; exit 2 ;;
+  openenv) packages=(openenv==0.10.0 fastmcp==3.4.11 textarena==0.7.4) ;;
+  verifiers) packages=(verifiers==0.4.0 -e "$root") ;;
+  *) echo "usage: $0 tunix|trl|openenv|verifiers [DIRECTORY]" >&2; exit 2 ;;
 esac
 target=${2:-$root/.venv-$1}
 

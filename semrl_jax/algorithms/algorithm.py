@@ -8,7 +8,7 @@ An algorithm is a module with these names:
   that all may share. `__post_init__` checks rules of several fields.
 - `needs(options) -> Needs`: what has to be computed. Nothing else is computed or loaded.
 - `advantages(rewards, passes, response_mask, options)`: float32 [B, T], before shaping, 0.0 on
-  masked-out tokens. `rewards` is [P, G].
+  masked-out tokens. `rewards` is [P, G]; with `Needs.turn_rewards`, [P, G, T].
 - `token_weights(response_mask, options)`: float32 [B, T] that sums to 1 over a mini-batch.
 - `loss(logprobs, entropy, *, old_logprobs, ref_logprobs, advantages, weights, options)`: the share
   of a micro-batch in the loss of its mini-batch, and scalars to be summed like it. `policy/loss` is
@@ -17,7 +17,8 @@ An algorithm is a module with these names:
 
 With `Needs.values`, which trains a critic, two more:
 
-- `returns(rewards, passes, response_mask, options)`: float32 [B, T], what the critic learns.
+- `returns(rewards, passes, response_mask, options)`: float32 [B, T], what the critic learns, from
+  the same rewards as the advantages.
 - `value_loss(values, *, old_values, returns, weights, options)`: as `loss`, for the critic;
   `critic/loss` is one of the scalars.
 
@@ -25,6 +26,7 @@ With `Needs.state`, which is kept from step to step and in checkpoints, two more
 
 - `first_state(options)`: a dict of numbers or arrays, before the first step.
 - `next_state(state, rewards, passes, response_mask, options)`: after a step, of the same shapes.
+  `rewards` is [P, G].
   `advantages` and `returns` get the state before the step as one more argument, `state`. Scalars in
   it are logged as `algorithm/<name>`.
 
@@ -74,6 +76,7 @@ class Needs(NamedTuple):
       early_old_logprobs, early_reference: the same log-probabilities in `Passes`, for the
         advantages, returns or state. They cost a pass before the update, which otherwise computes
         them itself.
+      turn_rewards: rewards of turns, at the last token of each, see `turns.placed_rewards`.
     """
 
     groups: bool = False
@@ -84,6 +87,7 @@ class Needs(NamedTuple):
     state: bool = False
     early_old_logprobs: bool = False
     early_reference: bool = False
+    turn_rewards: bool = False
 
 
 class Passes(NamedTuple):
@@ -112,7 +116,7 @@ class Algorithm:
 
     def advantages(
         self,
-        rewards: Float[Array, "P G"],
+        rewards: Float[Array, "P G *tokens"],
         passes: Passes,
         response_mask: Bool[Array, "B T"],
         state: State | None = None,
@@ -123,7 +127,7 @@ class Algorithm:
 
     def returns(
         self,
-        rewards: Float[Array, "P G"],
+        rewards: Float[Array, "P G *tokens"],
         passes: Passes,
         response_mask: Bool[Array, "B T"],
         state: State | None = None,
@@ -243,6 +247,7 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
     passes = Passes(*(of(*size) if is_needed else None for is_needed in needed))
     mask = of(*size, dtype=jnp.bool_)
     batch = of(3, group_size), passes, mask
+    credited = of(3, group_size, *size[1:] * needs.turn_rewards), passes, mask
     state: State = {}
     if needs.state:
         with running(field, module, "first_state"):
@@ -267,7 +272,7 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
         with running(field, module, part):
             found = jax.eval_shape(
                 lambda *arrays, **state: function(*arrays, options, **state),  # noqa: B023
-                *batch,
+                *credited,
                 **extra,
             )
         check(part, found, *size)

@@ -15,9 +15,10 @@ import dataclasses
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.groups import centred
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
+from semrl_jax.algorithms.turns import by_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -31,9 +32,12 @@ class Options(Objective):
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    return broadcast_to_tokens(centred(rewards) - options.baseline_shift, response_mask)
+    def estimate(rewards, lengths):
+        return centred(rewards, lengths) - options.baseline_shift
+
+    return by_turn(estimate, rewards, response_mask)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
 from semrl_jax.algorithms.importance import importance_weights
+from semrl_jax.algorithms.turns import placed_rewards
 from semrl_jax.algorithms.values import explained_variance
 from semrl_jax.metrics.records import Metrics
 from semrl_jax.shaping import (
@@ -54,12 +55,15 @@ class Tokens(NamedTuple):
     Attributes:
       response_mask: True on tokens that count.
       truncated: whether a response ended at the limit of its length.
+      turn_rewards: at the last token of each turn, 0.0 elsewhere; read only with
+        `Needs.turn_rewards`.
       rollout_logprobs: nats, as the engine reported; read only for importance weights.
     """
 
     response_mask: Bool[Array, "B T"]
     truncated: Bool[Array, " B"]
     rollout_logprobs: Float[Array, "B T"] | None = None
+    turn_rewards: Float[Array, "B T"] | None = None
 
 
 class Memory(NamedTuple):
@@ -115,7 +119,7 @@ def assign_credit(
     if metrics and rules.shaping.target in ("reward", "both"):
         credited = rewards + reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
         scalars |= extent("reward/shaped", credited, jnp.ones_like(credited, bool))
-    plain = algorithm.advantages(credited, passes, mask, memory.algorithm)
+    plain = algorithm.advantages(_placed(credited, rules, tokens), passes, mask, memory.algorithm)
     shaped, of_shaping = shape_advantages(plain, metrics, mask, baselines, **shaping)
     scalars |= extent("advantage", plain, mask) | extent("advantage/shaped", shaped, mask)
     scalars |= of_shaping
@@ -126,7 +130,8 @@ def assign_credit(
         shaped = shaped * weights
     returns = None
     if algorithm.needs.values:
-        returns = algorithm.returns(rewards, passes, mask, memory.algorithm)
+        placed = _placed(rewards, rules, tokens)
+        returns = algorithm.returns(placed, passes, mask, memory.algorithm)
         explained = explained_variance(passes.values, returns, mask)
         scalars |= {"critic/explained_variance": explained}
         scalars |= extent("critic/return", returns, mask)
@@ -135,6 +140,15 @@ def assign_credit(
         mask = mask & ~tokens.truncated[:, None]
     after, of_state = _remembered(rules, rewards, metrics, passes, tokens, memory)
     return Credit(shaped, returns, mask, scalars | of_state, after)
+
+
+def _placed(
+    rewards: Float[Array, "P G"], rules: CreditRules, tokens: Tokens
+) -> Float[Array, "P G *tokens"]:
+    """The rewards as the algorithm takes them: of responses, or of turns."""
+    if not rules.algorithm.needs.turn_rewards:
+        return rewards
+    return placed_rewards(rewards, tokens.turn_rewards, tokens.response_mask)
 
 
 def extent(prefix: str, values: Array, mask: Array) -> dict[str, Float[Array, ""]]:

@@ -13,18 +13,19 @@ from __future__ import annotations
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.groups import centred
 from semrl_jax.algorithms.objective import Objective as Options
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
+from semrl_jax.algorithms.turns import by_turn
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    return broadcast_to_tokens(centred(rewards), response_mask)
+    return by_turn(centred, rewards, response_mask)

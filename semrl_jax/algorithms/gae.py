@@ -14,6 +14,7 @@ def generalized_advantages(
     *,
     gamma: float | int = 1.0,
     gae_lambda: float | int = 1.0,
+    ends: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Estimates advantages by an exponentially weighted sum of temporal differences.
 
@@ -26,6 +27,8 @@ def generalized_advantages(
         and A are 0.
       gamma: discount in [0, 1].
       gae_lambda: weight of later differences in [0, 1].
+      ends: where gamma and gae_lambda act, between this token and the next; elsewhere they are 1.
+        None: at every token.
 
     Returns:
       Float32 advantages (not whitened) and returns, 0.0 on masked-out tokens, without gradient.
@@ -44,14 +47,17 @@ def generalized_advantages(
 
     def backwards(later, token):  # all arrays [B]
         next_value, next_advantage = later
-        reward, value, valid = token
-        delta = reward + gamma * next_value - value
-        advantage = delta + gamma * gae_lambda * next_advantage
+        reward, value, valid, end = token
+        discount, decay = gamma, gamma * gae_lambda
+        if end is not None:
+            discount, decay = jnp.where(end, discount, 1.0), jnp.where(end, decay, 1.0)
+        delta = reward + discount * next_value - value
+        advantage = delta + decay * next_advantage
         carried = jnp.where(valid, value, next_value), jnp.where(valid, advantage, next_advantage)
         return carried, jnp.where(valid, advantage, 0.0)
 
     end = jnp.zeros(rewards.shape[0]), jnp.zeros(rewards.shape[0])
-    tokens = rewards.T, values.T, response_mask.T  # [T, B]
+    tokens = rewards.T, values.T, response_mask.T, None if ends is None else ends.T  # [T, B]
     _, advantages = jax.lax.scan(backwards, end, tokens, reverse=True)
     advantages = advantages.T  # [B, T]
     return jax.lax.stop_gradient((advantages, advantages + values))

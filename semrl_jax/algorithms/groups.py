@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 
 def group_relative_advantages(
-    rewards: Float[Array, "P G"], *, epsilon: float | int = 1e-6
+    rewards: Float[Array, "P G"],
+    *,
+    epsilon: float | int = 1e-6,
+    lengths: Float[Array, "P G"] | None = None,
 ) -> Float[Array, "P G"]:
     """Normalises rewards within each group of responses to one prompt.
 
@@ -18,6 +23,7 @@ def group_relative_advantages(
     Args:
       rewards: verifier rewards, computed in float32; row p is the group of one prompt.
       epsilon: keeps the quotient finite; same unit as the rewards.
+      lengths: as in `by_size`.
 
     Returns:
       Float32 advantages, dimensionless, without gradient; 0.0 throughout a group of equal rewards.
@@ -29,12 +35,10 @@ def group_relative_advantages(
     open; this takes the sample one (G - 1), as the reference implementation does. The latter also
     accepts a group of one: the raw reward is then the advantage.
     """
-    check_groups(rewards)
-    # Minus the first reward: the mean of equal rewards may round, that of zeros does not.
-    centred = rewards.astype(jnp.float32) - rewards[:, :1].astype(jnp.float32)
-    centred = centred - jnp.mean(centred, axis=1, keepdims=True)
-    std = jnp.sqrt(jnp.sum(centred**2, axis=1, keepdims=True) / (rewards.shape[1] - 1))
-    return jax.lax.stop_gradient(centred / (std + epsilon))
+    differences = centred(rewards, lengths)
+    total = jnp.sum(differences**2, axis=1, keepdims=True)
+    std = jnp.sqrt(total * by_size(per_other, rewards, lengths))
+    return jax.lax.stop_gradient(differences / (std + epsilon))
 
 
 def zero_variance_group_fraction(
@@ -59,21 +63,72 @@ def broadcast_to_tokens(
     return jnp.where(response_mask, advantages.astype(jnp.float32).reshape(-1, 1), 0.0)
 
 
+def is_last(response_mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    """True on the last token of each response that counts."""
+    return response_mask & ~(jnp.cumsum(response_mask[:, ::-1], axis=1)[:, ::-1] > 1)
+
+
+def by_size(
+    function: Callable[[int], float | int],
+    rewards: Float[Array, "P G"],
+    lengths: Float[Array, "P G"] | None = None,
+) -> float | int | Shaped[Array, "P 1"]:
+    """The value of a function of the number of responses that are compared, in each group.
+
+    Args:
+      lengths: tokens of each response; those without are absent. None: none is. Numbers are those
+        of the function in both cases, so that the same responses have the same advantages.
+    """
+    if lengths is None:
+        return function(rewards.shape[1])
+    table = jnp.asarray([function(max(size, 1)) for size in range(rewards.shape[1] + 1)])
+    return table[jnp.sum(lengths > 0, axis=1, keepdims=True)]
+
+
+def per_other(size: int) -> float:
+    """1 / (size - 1); 1.0 for a group of one response."""
+    return 1 / max(size - 1, 1)
+
+
+def group_mean(
+    rewards: Float[Array, "P G"], lengths: Float[Array, "P G"] | None = None
+) -> Float[Array, "P 1"]:
+    """The mean reward of the responses that are compared, see `by_size`; 0.0 without one."""
+    if lengths is None:
+        return jnp.mean(rewards, axis=1, keepdims=True)
+    total = jnp.sum(jnp.where(lengths > 0, rewards, 0.0), axis=1, keepdims=True)
+    return total * by_size(lambda size: 1 / size, rewards, lengths)  # a compiled mean multiplies
+
+
+def first_reward(
+    rewards: Float[Array, "P G"], lengths: Float[Array, "P G"] | None = None
+) -> Float[Array, "P 1"]:
+    """The reward of the first response of each group that is compared, see `by_size`."""
+    if lengths is None:
+        return rewards[:, :1]
+    return jnp.take_along_axis(rewards, jnp.argmax(lengths > 0, axis=1, keepdims=True), axis=1)
+
+
 def centred(
-    rewards: Float[Array, "P G"], baseline: Float[Array, "P _"] | None = None
+    rewards: Float[Array, "P G"],
+    lengths: Float[Array, "P G"] | None = None,
+    *,
+    baseline: Float[Array, "P _"] | None = None,
 ) -> Float[Array, "P G"]:
     """Float32 rewards less a baseline of their group, its mean by default; 0.0 if all are equal.
+
+    With `lengths`, as in `by_size`, 0.0 for absent responses.
 
     Raises:
       ValueError: if the group size G is below 2.
     """
     check_groups(rewards)
     # Less the first reward: equal rewards have a mean that rounds, equal differences of 0 do not.
-    first = rewards[:, :1].astype(jnp.float32)
+    first = first_reward(rewards, lengths).astype(jnp.float32)
     rewards = rewards.astype(jnp.float32) - first
-    if baseline is not None:
-        return rewards - (baseline - first)
-    return rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    offset = group_mean(rewards, lengths) if baseline is None else baseline - first
+    differences = rewards - offset
+    return differences if lengths is None else jnp.where(lengths > 0, differences, 0.0)
 
 
 def check_groups(rewards: Array | np.ndarray) -> None:

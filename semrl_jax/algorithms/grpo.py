@@ -12,9 +12,10 @@ import dataclasses
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens, group_relative_advantages
+from semrl_jax.algorithms.groups import group_relative_advantages
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
+from semrl_jax.algorithms.turns import by_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -28,11 +29,14 @@ class Options(Objective):
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
     """See `group_relative_advantages`."""
-    estimates = group_relative_advantages(rewards, epsilon=options.epsilon)
-    return broadcast_to_tokens(estimates, response_mask)
+
+    def estimate(rewards, lengths):
+        return group_relative_advantages(rewards, epsilon=options.epsilon, lengths=lengths)
+
+    return by_turn(estimate, rewards, response_mask)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.groups import is_last
 from semrl_jax.algorithms.kl import penalised_rewards, update_kl_coefficient
 from semrl_jax.algorithms.objective import Objective
 from semrl_jax.support.choices import KL_ESTIMATORS
@@ -60,16 +61,21 @@ class KLReward(Objective):
 
 
 def token_rewards(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: KLReward,
     state: dict[str, Float[Array, ""]] | None = None,
 ) -> Float[Array, "B T"]:
-    """The reward at the last token of each response, less coefficient * KL at every token."""
+    """The reward at the last token of each response, less coefficient * KL at every token.
+
+    Rewards [P, G, T] are at tokens already.
+    """
     mask = response_mask
-    is_last = mask & ~(jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] > 1)
-    at_tokens = jnp.where(is_last, rewards.astype(jnp.float32).reshape(-1, 1), 0.0)
+    if rewards.ndim == 2:
+        at_tokens = jnp.where(is_last(mask), rewards.astype(jnp.float32).reshape(-1, 1), 0.0)
+    else:
+        at_tokens = rewards.reshape(mask.shape)
     if not options.kl_reward_coefficient:
         return at_tokens
     coefficient = options.kl_reward_coefficient if state is None else state["kl_coefficient"]

@@ -14,20 +14,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.groups import centred, group_mean
 from semrl_jax.algorithms.objective import Objective as Options
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
+from semrl_jax.algorithms.turns import by_turn
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    mean = jnp.mean(rewards, axis=1, keepdims=True)
-    estimates = jnp.where(mean > 0, centred(rewards) / jnp.where(mean > 0, mean, 1.0), 0.0)
-    return broadcast_to_tokens(estimates, response_mask)
+    def estimate(rewards, lengths):
+        mean, differences = group_mean(rewards, lengths), centred(rewards, lengths)
+        return jnp.where(mean > 0, differences / jnp.where(mean > 0, mean, 1.0), 0.0)
+
+    return by_turn(estimate, rewards, response_mask)

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
-from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.groups import by_size, centred, per_other
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.turns import by_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -62,15 +63,19 @@ def needs(options: Options) -> Needs:
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    accepted = (rewards > options.threshold).astype(jnp.float32)
     fp, fn = options.false_positive_rate, options.false_negative_rate
-    if options.correction == "forward":
-        return broadcast_to_tokens(accepted - 1 + fn, response_mask)
-    corrected = (accepted - fp) / (1 - fp - fn)
-    size = rewards.shape[1]
-    return broadcast_to_tokens(centred(corrected) * (size / (size - 1)), response_mask)
+
+    def estimate(rewards, lengths):
+        accepted = (rewards > options.threshold).astype(jnp.float32)
+        if options.correction == "forward":
+            return accepted - 1 + fn
+        corrected = (accepted - fp) / (1 - fp - fn)
+        factor = by_size(lambda size: size * per_other(size), rewards, lengths)
+        return centred(corrected, lengths) * factor
+
+    return by_turn(estimate, rewards, response_mask)

@@ -13,13 +13,14 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.algorithms import losses
 from semrl_jax.algorithms.algorithm import Needs, check_options
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds
+from semrl_jax.algorithms.turns import TurnCredit
 from semrl_jax.support.choices import KL_ESTIMATORS
 from semrl_jax.support.fields import setting
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective(Bounds, losses.Aggregation):
-    """Settings of the objective; see `losses.policy_loss`."""
+class Objective(Bounds, losses.Aggregation, TurnCredit):
+    """Settings of the objective, see `losses.policy_loss`, and of credit."""
 
     surrogate: str = setting("clip", "Loss of a token: clip, gspo, dcpo, cispo, reinforce or opmd")
     kl_coefficient: float = setting(
@@ -58,6 +59,7 @@ class Objective(Bounds, losses.Aggregation):
             old_logprobs=chosen.old_logprobs,
             reference=self.kl_coefficient != 0,
             sequence_ids=chosen.sequence_ids,
+            turn_rewards=self.credit == "turn",
         )
 
 

@@ -14,23 +14,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.groups import centred, first_reward
 from semrl_jax.algorithms.objective import Objective as Options
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
+from semrl_jax.algorithms.turns import by_turn
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    lengths = jnp.sum(response_mask, axis=1, dtype=jnp.float32).reshape(rewards.shape)
-    # Less some reward of the group first: the baseline of equal rewards is exact then.
-    first = rewards[:, :1]
-    total = jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1.0)
-    baseline = first + jnp.sum(lengths * (rewards - first), axis=1, keepdims=True) / total
-    return broadcast_to_tokens(centred(rewards, baseline), response_mask)
+    def estimate(rewards, lengths):
+        # Less some reward of the group first: the baseline of equal rewards is exact then.
+        first = first_reward(rewards, lengths)
+        if lengths is None:
+            lengths = jnp.sum(response_mask, axis=1, dtype=jnp.float32).reshape(rewards.shape)
+        total = jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1.0)
+        baseline = first + jnp.sum(lengths * (rewards - first), axis=1, keepdims=True) / total
+        return centred(rewards, baseline=baseline)
+
+    return by_turn(estimate, rewards, response_mask)

@@ -9,7 +9,13 @@ x_t = r at the last token, 0 elsewhere, less kl_reward_coefficient KL_t
 V_t is the critic's value before token t, and 0 after the last token. The critic learns the returns
 a_t + V_t. One response per prompt is enough.
 
-Source: arXiv:1707.06347; arXiv:1506.02438, Eq. 16.
+With `credit="turn"`, x_t has the reward of each turn at its last token, and gamma and gae_lambda
+act between turns alone: inside a turn they are 1. a_t + V_t is then the return of the turn in a
+process whose steps are turns.
+
+Source: arXiv:1707.06347; arXiv:1506.02438, Eq. 16. Steps of a turn: arXiv:2512.17008 (Turn-PPO),
+gamma 0.99 and gae_lambda 0.9 there. All tokens of a turn have the value before its first token as
+their baseline there; here each has the value before itself.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.gae import generalized_advantages, whiten
 from semrl_jax.algorithms.kl_reward import KLReward, first_state, next_state
 from semrl_jax.algorithms.objective import loss, token_weights
+from semrl_jax.algorithms.turns import turn_ends
 from semrl_jax.algorithms.values import ValueLoss
 from semrl_jax.support.fields import setting
 
@@ -38,7 +45,7 @@ __all__ = [
 class Options(KLReward, ValueLoss):
     """Own options; see `KLReward` and `ValueLoss` for the others."""
 
-    gamma: float = setting(1.0, "discount per token", within="[0, 1]")
+    gamma: float = setting(1.0, "discount per token, or per turn", within="[0, 1]")
     gae_lambda: float = setting(1.0, "lambda of generalised advantage estimation", within="[0, 1]")
 
 
@@ -47,7 +54,7 @@ def needs(options: Options) -> Needs:
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
@@ -58,7 +65,7 @@ def advantages(
 
 
 def returns(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
@@ -75,6 +82,7 @@ def _generalized(rewards, passes, response_mask, options, **state):
         response_mask,
         gamma=options.gamma,
         gae_lambda=options.gae_lambda,
+        ends=turn_ends(response_mask) if rewards.ndim == 3 else None,
     )
 
 

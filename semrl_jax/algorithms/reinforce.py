@@ -2,7 +2,8 @@
 
 A = r - b,  b = sum_k (1 - rate)^k m_k / sum_k (1 - rate)^k, m_k the mean reward k steps ago
 
-b is 0 at the first step. One response per prompt is enough.
+b is 0 at the first step. One response per prompt is enough. With `credit="turn"`, r is the return
+of a turn, and m_k still the mean reward of episodes.
 
 Source: Williams 1992; the moving average over steps as in arXiv:2402.14740, Sec. 2.2, there with
 equal weights (rate 0).
@@ -16,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Needs, Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.turns import by_turn
 from semrl_jax.support.fields import setting
 
 __all__ = [
@@ -58,11 +59,15 @@ def next_state(
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
     state: dict[str, Float[Array, ""]],
 ) -> Float[Array, "B T"]:
     baseline = state["rewards"] / jnp.maximum(state["weights"], 1.0)
-    return broadcast_to_tokens(rewards.astype(jnp.float32) - baseline, response_mask)
+
+    def estimate(rewards, lengths):
+        return rewards.astype(jnp.float32) - baseline
+
+    return by_turn(estimate, rewards, response_mask)

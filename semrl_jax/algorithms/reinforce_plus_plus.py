@@ -25,6 +25,7 @@ from semrl_jax.algorithms.gae import whiten
 from semrl_jax.algorithms.groups import centred
 from semrl_jax.algorithms.kl_reward import KLReward, first_state, next_state, token_rewards
 from semrl_jax.algorithms.objective import loss, token_weights
+from semrl_jax.algorithms.turns import by_turn, returns_to_go
 from semrl_jax.support.fields import setting
 
 __all__ = [
@@ -44,14 +45,18 @@ def needs(options: Options) -> Needs:
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
     **state: Any,
 ) -> Float[Array, "B T"]:
-    if options.group_baseline:
+    compared = None
+    if options.group_baseline and rewards.ndim == 2:
         rewards = centred(rewards)
-    at_tokens = token_rewards(rewards, passes, response_mask, options, **state)
-    returns = jnp.cumsum(at_tokens[:, ::-1], axis=1)[:, ::-1]
+    elif options.group_baseline:
+        compared, rewards = by_turn(centred, rewards, response_mask), jnp.zeros_like(rewards)
+    returns = returns_to_go(token_rewards(rewards, passes, response_mask, options, **state))
+    if compared is not None:
+        returns = returns + compared
     return jax.lax.stop_gradient(whiten(returns, response_mask))

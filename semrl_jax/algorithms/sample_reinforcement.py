@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
-from semrl_jax.algorithms.groups import broadcast_to_tokens
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.turns import by_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -43,11 +43,13 @@ def needs(options: Options) -> Needs:
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    positive = rewards > options.threshold
-    estimates = jnp.where(positive, options.positive_weight, -options.negative_weight)
-    return broadcast_to_tokens(estimates, response_mask)
+    def estimate(rewards, lengths):
+        positive = rewards > options.threshold
+        return jnp.where(positive, options.positive_weight, -options.negative_weight)
+
+    return by_turn(estimate, rewards, response_mask)

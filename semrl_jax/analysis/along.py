@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax import models
 from semrl_jax.analysis.responses import rank_curve
@@ -19,6 +19,8 @@ MIN_BUCKET = 64  # tokens; sequences are padded to powers of two, so that few pr
 
 class Along(NamedTuple):
     """Values along one response under some weights; NaN where a value is not defined.
+
+    Prefixes are of the policy's own tokens: context between them has no value.
 
     Attributes:
       logprob, entropy: float32, nats, of the distribution that each token was drawn from, at
@@ -42,6 +44,7 @@ def along_responses(
     params: models.Params,
     prompts: Sequence[Int[np.ndarray, " _"]],
     responses: Sequence[Int[np.ndarray, " _"]],
+    masks: Sequence[Bool[np.ndarray, " _"]] | None = None,
     *,
     stride: int,
 ) -> list[Along]:
@@ -49,8 +52,10 @@ def along_responses(
 
     Args:
       prompts, responses: int32 token ids; no response is empty.
+      masks: True on the policy's own tokens of each response; None: all tokens are its own.
       stride: as in `metrics.rank_dynamics`, of which the window is "exact".
     """
+    masks = masks or [np.ones(len(response), bool) for response in responses]
     longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     size = max(1 << (longest - 1).bit_length(), MIN_BUCKET)
 
@@ -65,6 +70,7 @@ def along_responses(
     found = []
     for start in range(0, len(prompts), MICRO_BATCH):
         rows = list(zip(prompts, responses))[start : start + MICRO_BATCH]
+        own = masks[start : start + MICRO_BATCH]
         ids = np.zeros((MICRO_BATCH, size), np.int32)
         segments = np.zeros_like(ids)
         for row, both in enumerate(map(np.concatenate, rows)):
@@ -74,10 +80,13 @@ def along_responses(
         for row, (prompt, response) in enumerate(rows):
             tokens = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
             mask = np.zeros(size - 1, bool)
-            mask[tokens] = True
+            mask[tokens] = own[row]
             curve = rank_curve(states[row], mask, stride=stride)
             orders = velocity_and_acceleration(curve.effective_rank)
-            found.append(Along(logprobs[row, tokens], entropies[row, tokens], *curve, *orders))
+            values = (
+                np.where(own[row], of_all[row, tokens], np.nan) for of_all in (logprobs, entropies)
+            )
+            found.append(Along(*values, *curve, *orders))
     return found
 
 

@@ -34,6 +34,7 @@ def render_chat(
     template: str,
     conversations: Sequence[tuple[Messages, bool]],
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     with_marks: bool = False,
 ) -> list[Rendered]:
     """Renders conversations as `apply_chat_template` of the tokenizer does.
@@ -41,6 +42,7 @@ def render_chat(
     Args:
       tokenizer: its special tokens are given to the template.
       conversations: messages, and whether the begin of the assistant's next message is added.
+      tools: JSON schemas of the tools that the template describes.
       with_marks: whether the marks are found.
 
     Raises:
@@ -49,6 +51,7 @@ def render_chat(
     request = {
         "template": template,
         "conversations": conversations,
+        "tools": list(tools) or None,
         "with_marks": with_marks,
         "special_tokens": tokenizer.special_tokens_map,
     }

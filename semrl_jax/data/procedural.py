@@ -59,7 +59,7 @@ def sources(entries: Sequence[str]) -> list[Source]:
                     f"{FIELD}={entry!r}: {setting!r:.100} must be OPTION=VALUE, once for each "
                     "option and not for seed or size, which follow the run."
                 )
-            options[name] = _value(value)
+            options[name] = option_value(value)
         weight, name = options.pop("weight", 1), str(options.pop("name", dataset))
         contains = str(options.pop("contains", ""))
         if type(weight) not in (int, float) or not 0 < weight < 1e9:
@@ -106,7 +106,7 @@ def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
     Raises UserError if a data set cannot be made or has fewer problems.
     """
     found: list[Problem] = []
-    for source in entries:
+    for source in entries if count else ():
         different: dict[str, Problem] = {}
         for problem in _problems(source, HELD_OUT_SEED, count):
             different.setdefault(problem.question, problem)
@@ -260,7 +260,7 @@ def _refusal(name: str, problem: str, error: Exception) -> UserError:
     return UserError(f"{FIELD}: {name}: {problem} ({reason:.200}); change its options.")
 
 
-def _value(text: str) -> Any:
+def option_value(text: str) -> Any:
     """A number, bool, null or list as JSON; any other text as it is."""
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
@@ -269,7 +269,7 @@ def _value(text: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value as `_value` reads it, if it can be written so."""
+    """A value as `option_value` reads it, if it can be written so."""
     if isinstance(value, list | tuple):
         try:
             return json.dumps(value)

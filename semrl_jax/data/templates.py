@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from semrl_jax.data.chat_templates import TemplateError, render_chat
 from semrl_jax.data.tokenizer import Tokenizer
@@ -220,9 +220,12 @@ def is_chat(template: str) -> bool:
     return template == CHAT or template.startswith(f"{CHAT}:")
 
 
-def chat_template_text(tokenizer: Tokenizer) -> str:
-    """The tokenizer's chat template, which must exist; today's date in it is 26 July 2024."""
-    text = tokenizer.get_chat_template()
+def chat_template_text(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The tokenizer's chat template, which must exist; today's date in it is 26 July 2024.
+
+    A tokenizer may have another template for conversations with tools.
+    """
+    text = tokenizer.get_chat_template(tools=list(tools) or None)
     return _FIXED_DATE + text if "strftime_now" in text else text
 
 

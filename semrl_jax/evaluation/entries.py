@@ -1,4 +1,4 @@
-"""Entries of `evaluation.benchmarks`: names, groups, files and modules, each with settings."""
+"""Entries of `evaluation.benchmarks`: names, groups, files, environments and modules."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import ml_collections
 from semrl_jax import data
 from semrl_jax.evaluation import catalogue
 from semrl_jax.sampling.prompt_sources import FILE_SETTINGS, setting_values
+from semrl_jax.settings.environment import PREFIX, named
+from semrl_jax.settings.environment import check as check_environment
 from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rules import Section, split_entry
 from semrl_jax.support.errors import UserError
@@ -21,6 +23,8 @@ GRADER = "benchmark"  # verifier of named sets
 # Settings of the evaluator; the others say how problems are read.
 EVALUATOR_SETTINGS = ("n", "temperature", "top_p", "top_k", "verifier")
 SET_SETTINGS = ("num_problems", "template", "name", "shots", *EVALUATOR_SETTINGS)
+# All others of an entry are options of the environment, which grades its episodes itself.
+ENVIRONMENT_SETTINGS = ("num_problems", "name", "n", "temperature", "top_p", "top_k")
 
 
 class Entry(NamedTuple):
@@ -28,8 +32,8 @@ class Entry(NamedTuple):
 
     Attributes:
       entry: as in the config.
-      kind: "set" (one of `catalogue.names()`), "file" or "module".
-      target: the set, the path or the module.
+      kind: "set" (one of `catalogue.names()`), "file", "environment" or "module".
+      target: the set, the path, the environment as `environment.name`, or the module.
       name: of its results; "" for a module, whose problems have it.
       settings: those given, as values of their types.
     """
@@ -60,21 +64,23 @@ def benchmark_entries(evaluation: Section) -> list[Entry]:
             modules.append(Entry(text, kind, target, "", {}))
             continue
         allowed = (*FILE_SETTINGS, *SET_SETTINGS) if kind == "file" else SET_SETTINGS
+        if kind == "environment":
+            text, target, allowed = *_split_options(text), ENVIRONMENT_SETTINGS
         _, given = split_entry(
             FIELD, text, kind, tuple(dict.fromkeys(allowed)), repeatable=("question_fields",)
         )
         settings = setting_values(FIELD, text, given)
         if "verifier" in settings:
             check_function(f"{FIELD}={text!r}: verifier", settings["verifier"])
-        targets = (target,) if kind == "file" else catalogue.members(FIELD, target)
+        targets = (target,) if kind != "set" else catalogue.members(FIELD, target)
         if len(targets) > 1 and "name" in settings:
             raise UserError(f"{FIELD}={text!r}: a group has no name of its own; leave name out.")
         for target in targets:
-            name = settings.get("name") or (pathlib.Path(target).stem if kind == "file" else target)
+            name = settings.get("name") or _default_name(kind, target)
             if name in found and not (len(targets) > 1 or name in grouped):
                 raise UserError(
                     f"{FIELD} has {found[name].entry!r} and {text!r} with the same name {name!r}, "
-                    f"which names the results; rename one: {target}:name=NAME."
+                    "which names the results; rename one with :name=NAME."
                 )
             if len(targets) > 1:
                 grouped.add(name)
@@ -108,6 +114,12 @@ def check_benchmarks(config: ml_collections.ConfigDict) -> None:
                 data.check_file(entry.target)
             except UserError as error:
                 raise UserError(f"{FIELD}: {error}") from None
+    is_remote = config.evaluation.metric_options.placement == "rollout"
+    if config.evaluation.metrics and is_remote and environment_names(config):
+        raise UserError(
+            "evaluation.metric_options.placement='rollout' and an environment: a replica sees one "
+            "turn alone; set it to 'trainer'."
+        )
     num_shots = [entry.settings.get("shots", config.evaluation.shots) for entry in entries]
     if any(num_shots) and not config.evaluation.shots_file:
         raise UserError(
@@ -116,7 +128,36 @@ def check_benchmarks(config: ml_collections.ConfigDict) -> None:
         )
 
 
+def environment_names(config: ml_collections.ConfigDict) -> list[str]:
+    """The environments that a config trains or evaluates on, as `environment.name`."""
+    found = [entry for entry in benchmark_entries(config.evaluation) if entry.kind == "environment"]
+    own = config.environment.name
+    return [own] * bool(own) + [entry.target for entry in found]
+
+
+def _split_options(text: str) -> tuple[str, str]:
+    """The entry of an environment without its options, and its name with them."""
+    first, *parts = re.split(r":(?=\w+=)", text)
+    is_ours = [part.partition("=")[0] in ENVIRONMENT_SETTINGS for part in parts]
+    ours = [part for part, is_one in zip(parts, is_ours) if is_one]
+    options = [part for part, is_one in zip(parts, is_ours) if not is_one]
+    name = ":".join([first.removeprefix(PREFIX), *options])
+    try:
+        check_environment({"name": name})
+    except UserError as error:
+        raise UserError(f"{FIELD}={text!r}: {error}") from None
+    return ":".join([first, *ours]), name
+
+
+def _default_name(kind: str, target: str) -> str:
+    if kind == "environment":
+        return named(target).label
+    return pathlib.Path(target).stem if kind == "file" else target
+
+
 def _kind(target: str) -> str:
+    if target.startswith(PREFIX):
+        return "environment"
     if "/" in target or target.endswith((".jsonl", ".parquet")):
         return "file"
     known = target in catalogue.GROUPS or target in catalogue.names()

@@ -9,15 +9,19 @@ import ml_collections
 import numpy as np
 
 from semrl_jax import data
+from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation import catalogue
 from semrl_jax.evaluation.benchmark import BenchmarkReader
 from semrl_jax.evaluation.entries import EVALUATOR_SETTINGS, FIELD, Entry, benchmark_entries
+from semrl_jax.sampling.openings import held_out_tasks
 from semrl_jax.sampling.prompt_sources import held_out_problems, load_file
+from semrl_jax.settings.evaluation import ALL_PROBLEMS
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import parse_json
 from semrl_jax.support.modules import load_module, running
 
 Report = Callable[[str], None]
+MAX_TASKS = 512  # of an environment, which may have no last one, unless more are asked for
 
 
 def load_problems(
@@ -26,20 +30,31 @@ def load_problems(
     report: Report,
     *,
     keep_columns: bool = False,
+    environments: EnvironmentPools | None = None,
 ) -> Sequence[data.PromptExample]:
     """The held-out problems of the task or of `evaluation.files`, and of `evaluation.benchmarks`.
 
     Problems of one `data_source` are one benchmark. A prompt above the limit is kept, because it
     counts as wrong, and reported. `columns` of a problem of a named set tell the grader the kind of
-    the answer. With `keep_columns`, columns also hold the rows of the files.
+    the answer. With `keep_columns`, columns also hold the rows of the files. `environments` has the
+    `environment_names` of the config.
 
     Raises:
       UserError: for a file, row, template or module that cannot be used, or equal names.
     """
-    problems = list(held_out_problems(config, tokenizer, report, keep_columns=keep_columns))
+    shared = {"keep_columns": keep_columns, "environments": environments}
+    problems = list(held_out_problems(config, tokenizer, report, **shared))
     for entry in benchmark_entries(config.evaluation):
         if entry.kind == "module":
             found = _of_module(entry.target, config, tokenizer)
+        elif entry.kind == "environment":
+            found = held_out_tasks(
+                environments[entry.target],
+                entry.settings.get("num_problems", _num_tasks(config)),
+                tokenizer,
+                report,
+                entry.name,
+            )
         else:
             found = _of_file(entry, config, tokenizer, report, keep_columns)
         taken = {problem.data_source for problem in problems}
@@ -50,6 +65,11 @@ def load_problems(
             )
         problems += found
     return problems
+
+
+def _num_tasks(config: ml_collections.ConfigDict) -> int:
+    limit = config.evaluation.num_problems
+    return MAX_TASKS if limit == ALL_PROBLEMS else limit
 
 
 def _of_file(

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
+from jaxtyping import Int
 
-from semrl_jax import data
+from semrl_jax import data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
 from semrl_jax.data.templates import STOP_STRINGS, prompt_renderer
+from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.jobs.inference import Inference, open_inference, open_measuring
 from semrl_jax.jobs.sample import EXIT_PREEMPTED, GRACE_S
 from semrl_jax.metrics.names import ORDERS
@@ -86,6 +88,34 @@ def chat(
         config.evaluation.stop_strings = tuple(
             config.evaluation.stop_strings or STOP_STRINGS.get(template, ())
         )
+        inference, measuring = stack.enter_context(
+            open_talk(config, source, policy, tokenizer, reporter)
+        )
+        multi_turn = data.is_chat(template) if options.multi_turn is None else options.multi_turn
+        conversation = Conversation(inference, template, multi_turn, measuring)
+        added = config.data.add_special_tokens
+        fields = "--template", "--config.data.add_special_tokens"
+        reporter.line(data.template_line("prompts", template, tokenizer, added, fields))
+        reporter.line(HELP)
+        return talk(conversation, questions or next_line, reporter)
+
+
+@contextlib.contextmanager
+def open_talk(
+    config: ml_collections.ConfigDict,
+    source: PolicySource,
+    policy: models.Policy,
+    tokenizer: Any,
+    reporter: Reporter,
+    environments: EnvironmentPools | None = None,
+) -> Iterator[tuple[Inference, Measuring | None]]:
+    """What answers one request at a time with the weights of a policy, and what measures it.
+
+    Args:
+      policy, tokenizer: of the source, see `build_policy`.
+      environments: as of `open_inference`.
+    """
+    with contextlib.ExitStack() as stack:
         measuring = open_measuring(config, policy, stack)
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="semrl-chat-"))
         inference = stack.enter_context(
@@ -98,17 +128,12 @@ def chat(
                 num_requests=1,
                 reporter=reporter,
                 stop=StopRequest(GRACE_S, EXIT_PREEMPTED),  # not installed: Ctrl-C ends the chat
+                environments=environments,
             )
         )
         inference.load(source)
-        multi_turn = data.is_chat(template) if options.multi_turn is None else options.multi_turn
-        conversation = Conversation(inference, template, multi_turn, measuring)
-        added = config.data.add_special_tokens
-        fields = "--template", "--config.data.add_special_tokens"
-        reporter.line(data.template_line("prompts", template, tokenizer, added, fields))
         reporter.line(f"{source.name}, temperature {config.evaluation.temperature:g}")
-        reporter.line(HELP)
-        return talk(conversation, questions or _next_line, reporter)
+        yield inference, measuring
 
 
 def own_template(config: ml_collections.ConfigDict, tokenizer: Any) -> str:
@@ -151,25 +176,9 @@ class Conversation:
         Raises:
           UserError: if the prompt has no token or too many, or the template refuses it.
         """
-        config = self._inference.config
-        prompt_ids = self._prompt_ids(question)
-        request = SampleRequest(
-            sample_id=f"chat/{self._count}",
-            group_id=self._count,
-            sample_index=0,
-            prompt_ids=prompt_ids,
-            seed=stream_seed(config.seed, GENERATION, self._count, 0),
-        )
-        started = time.monotonic()
-        scored = self._inference.sampler.sample(
-            [request],
-            {self._count: ""},
-            measuring=self._measuring,
-            stop_strings=config.evaluation.stop_strings,
-            arrived=lambda rollout: None,
-            **{name: config.evaluation[name] for name in ("temperature", "top_p", "top_k")},
-        )
-        seconds = time.monotonic() - started
+        prompt_ids, config = self._prompt_ids(question), self._inference.config
+        seed = stream_seed(config.seed, GENERATION, self._count, 0)
+        scored, seconds = asked(self._inference, self._measuring, self._count, prompt_ids, seed)
         self._count += 1
         if self._multi_turn:
             self._turns.append((question, scored[0].response))
@@ -201,10 +210,40 @@ class Conversation:
         return prompt_ids
 
 
+def asked(
+    inference: Inference,
+    measuring: Measuring | None,
+    group: int,
+    prompt_ids: Int[np.ndarray, " P"],
+    seed: int,
+    row: str = "",
+) -> tuple[Scored, float]:
+    """The response to one prompt, and the seconds that it took.
+
+    Args:
+      group: number of the prompt.
+      row: of the prompt, see `data.PromptExample`.
+    """
+    options = inference.config.evaluation
+    started = time.monotonic()
+    scored = inference.sampler.sample(
+        [SampleRequest(f"chat/{group}", group, 0, prompt_ids, seed)],
+        {group: ""},
+        columns={group: row},
+        measuring=measuring,
+        stop_strings=options.stop_strings,
+        arrived=lambda rollout: None,
+        **{name: options[name] for name in ("temperature", "top_p", "top_k")},
+    )
+    return scored, time.monotonic() - started
+
+
 def talk(conversation: Conversation, questions: Callable[[], str], reporter: Reporter) -> int:
     """Prints the response to each question; returns the exit code."""
     code = 0
-    for question in _until_end(questions):
+    for question in lines_of(questions):
+        if not question:
+            continue
         if question == "/new":
             conversation.forget()
             reporter.line("a new conversation")
@@ -250,8 +289,8 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else "�" for c in text)
 
 
-def _until_end(questions: Callable[[], str]) -> Iterator[str]:
-    """Questions that are not blank, up to /quit or the end of the input."""
+def lines_of(questions: Callable[[], str]) -> Iterator[str]:
+    """What is written, up to /quit or the end of the input."""
     while True:
         try:
             question = questions().strip()
@@ -268,11 +307,10 @@ def _until_end(questions: Callable[[], str]) -> Iterator[str]:
             raise UserError("standard input is not UTF-8 text (invalid byte).") from None
         if question == "/quit":
             return
-        if question:
-            yield question
+        yield question
 
 
-def _next_line() -> str:
+def next_line() -> str:
     """A line of standard input; where that is no terminal, the question is printed too."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):

@@ -21,8 +21,13 @@ from jaxtyping import Float
 
 from semrl_jax import data, models
 from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation import catalogue, comparison, page, results
-from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
+from semrl_jax.evaluation.entries import (
+    benchmark_settings,
+    check_benchmarks,
+    environment_names,
+)
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
 from semrl_jax.evaluation.graders import open_graders, takes_rows
 from semrl_jax.evaluation.interface import Plan, load_scores
@@ -41,6 +46,7 @@ from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.models.of_config import ModelFiles, build_policy, value_params
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.policies import PolicySource
+from semrl_jax.sampling.openings import first_answers, opening_of
 from semrl_jax.sampling.prompt_sources import check_prompts
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.console import Reporter
@@ -142,12 +148,20 @@ def _evaluate_model(
         scores = load_scores(config.evaluation.scores)
         settings = benchmark_settings(config)
         keep = takes_rows(config, settings)
-        problems = load_problems(config, tokenizer, reporter.line, keep_columns=keep)
+        names = environment_names(config)
+        environments = stack.enter_context(EnvironmentPools(config.environment, names))
+        shared = {"keep_columns": keep, "environments": environments}
+        problems = load_problems(config, tokenizer, reporter.line, **shared)
         vocab_size = policy.config.vocab_size
         check_prompts("evaluation", problems, config, tokenizer, vocab_size, reporter.line)
+        if environments:
+            for line in first_answers(problems, tokenizer, environments):
+                reporter.line(line)
         measuring = open_measuring(config, policy, stack)
         graders = open_graders(stack, config, problems, settings)
-        if {problem.data_source for problem in problems} - graders.keys():
+        # An environment grades its episodes itself.
+        alone = {p.data_source for p in problems if opening_of(p.columns) is None}
+        if alone - graders.keys():
             rewards = stack.enter_context(VerifierPool.of(config.rewards))
             graders = {p.data_source: graders.get(p.data_source, rewards) for p in problems}
         if only_check:
@@ -172,6 +186,7 @@ def _evaluate_model(
                 num_requests=config.evaluation.responses_per_call,
                 reporter=reporter,
                 stop=stop,
+                environments=environments,
             )
         )
         judged = _reward_model(inference)
@@ -378,6 +393,13 @@ def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) 
     options = evaluator.settings.get(benchmark.name, {})
     verifier = config.evaluation.verifier or options.get("verifier", "")
     fields = () if verifier else ("function", "functions", "mode", "unboxed_penalty")
+    limits = {}
+    if (opening := opening_of(problems[0].columns)) is not None:
+        fields = ("failure_score",)
+        limits = {"environment.name": opening.environment} | {
+            f"environment.{field}": config.environment[field]
+            for field in ("max_turns", "max_observation_chars")
+        }
     return {
         "template": problems[0].template,
         "special tokens before a prompt": data.special_prefix(
@@ -387,4 +409,5 @@ def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) 
         **plan._asdict(),
         "verifier": verifier,
         **{f"rewards.{field}": config.rewards[field] for field in fields},
+        **limits,
     }

@@ -17,12 +17,14 @@ from jax.sharding import Mesh
 from semrl_jax import models
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.models.of_config import end_token_ids
 from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.wire.codec import weights_digest
 from semrl_jax.runs.dry_run import Summary, check_replicas, say_model
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.setup import check_metrics_of, check_model_limits, open_measurer
+from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.requests import Measuring
 from semrl_jax.sampling.sampler import Sampler
@@ -101,6 +103,7 @@ def open_inference(
     num_requests: int,
     reporter: Reporter,
     stop: StopRequest,
+    environments: EnvironmentPools | None = None,
 ) -> Iterator[Inference]:
     """Connects to the replicas of `config.rollout`, in one process.
 
@@ -110,6 +113,7 @@ def open_inference(
       directory: a child process writes its settings and output below it.
       run_id: of the replicas' weights.
       num_requests: the largest number of responses of one call.
+      environments: None or without a name: all prompts have a single turn.
 
     Raises:
       UserError: if the model or a replica cannot be used.
@@ -127,7 +131,10 @@ def open_inference(
         num_problems=num_requests,
     ) as client:
         sync = WeightSync(config, policy.config, client, Peers(), stop, reporter)
-        sampler = Sampler(config, tokenizer, end_token_ids(config, tokenizer), sync)
+        end_tokens = end_token_ids(config, tokenizer)
+        sampler = Sampler(config, tokenizer, end_tokens, sync)
+        if environments:
+            sampler.episodes = MultiTurn.of(config, tokenizer, end_tokens, environments)
         yield Inference(config, policy, tokenizer, mesh, sampler)
 
 

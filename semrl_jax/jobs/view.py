@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from semrl_jax import data, models
 from semrl_jax.analysis.along import Along, along_responses
@@ -18,7 +18,7 @@ from semrl_jax.runs.policies import PolicySource, find_policies, policy_names
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import replacing
-from semrl_jax.support.response_files import IDS
+from semrl_jax.support.response_files import IDS, lengths_of_runs
 from semrl_jax.support.run_directory import run_of, setting_of
 
 SHOWN = ("all", "correct", "incorrect", "changed")
@@ -46,6 +46,13 @@ class Response(NamedTuple):
     correct: bool | None
     extracted: str | None
     finish_reason: str | None
+    response_mask: Sequence[bool] | None = None
+    turn_rewards: Sequence[float] | None = None
+
+    @property
+    def is_own(self) -> Bool[np.ndarray, " T"]:
+        """True on the policy's own tokens."""
+        return np.array(self.response_mask or [True] * len(self.response_ids), bool)
 
 
 class Column(NamedTuple):
@@ -112,13 +119,13 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
     Raises:
       UserError: if the file cannot be read, or lacks token ids.
     """
-    optional = "benchmark", "group_id", "sample_index", "response_mask", *Response._fields[2:]
+    optional = "benchmark", "group_id", "sample_index", *Response._fields[2:]
     table = response_files.read(file, IDS, optional)
     found = {}
     for number, row in enumerate(table.to_pylist()):
         ids = np.asarray(row["response_ids"], np.int32)
-        if not len(ids) or not all(row.get("response_mask") or [True]):
-            continue  # an environment's text in between has no values
+        if not len(ids):
+            continue
         problem, sample = row.get("group_id", number), row.get("sample_index", 0)
         name = f"{row.get('benchmark') or 'problem'} {problem}" + f" sample {sample}" * bool(sample)
         found[name] = Response(
@@ -127,7 +134,7 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
             *(row.get(key) for key in Response._fields[2:]),
         )
     if not found:
-        raise UserError(f"{file} has no response whose tokens were all sampled.")
+        raise UserError(f"{file} has no response with a token; name another file.")
     return found
 
 
@@ -238,7 +245,8 @@ def _values(
     ids = [[getattr(r, name) for r in responses] for name in IDS]
     tokens = data.TokenBytes(data.load_tokenizer(source.model))
     pieces = [list(token_texts(tokens, r.response_ids.tolist())) for r in responses]
-    return along_responses(policy, params, *ids, stride=stride), pieces
+    masks = [r.is_own for r in responses]
+    return along_responses(policy, params, *ids, masks, stride=stride), pieces
 
 
 def token_texts(tokens: data.TokenBytes, ids: Sequence[int]) -> Iterator[str]:
@@ -254,6 +262,8 @@ def token_texts(tokens: data.TokenBytes, ids: Sequence[int]) -> Iterator[str]:
 
 def _cell(response: Response, along: Along, pieces: list[str]) -> dict[str, Any]:
     return {
+        "turns": lengths_of_runs(response.is_own),
+        "rewards": [rounded(reward) for reward in response.turn_rewards or ()],
         "tokens": pieces,
         "correct": response.correct,
         "extracted": shortened(response.extracted or "", MAX_ANSWER),

@@ -131,21 +131,24 @@ def block_columns(num_columns: int, platform: str, num_parts: int = 1) -> int:
 
 
 class Columns(NamedTuple):
-    """A part of the cache with R rows. B / R neighbouring tokens attend to the same row."""
+    """A part of the cache with R rows. B / R neighbouring responses attend to the same row."""
 
     keys: Float[Array, "R K H S"]
     values: Float[Array, "R K S H"]
-    seen: Bool[Array, "B 1 S"]
+    seen: Bool[Array, "B _ S"]  # for each token, or once for all
 
 
 def attend_to_cache(
-    query: Float[Array, "B N H"],
+    query: Float[Array, "B T N H"],
     parts: Sequence[Columns],
     mesh: Mesh | None = None,
     platform: str | None = None,
-) -> Float[Array, "B N H"]:
-    """Attention of one token per response to the columns that are `seen`, at least one."""
-    batch, num_heads, width = query.shape
+) -> Float[Array, "B T N H"]:
+    """Attention of T tokens per response to the columns that are `seen`.
+
+    A token that sees no column gets finite values without meaning.
+    """
+    batch, num_tokens, num_heads, width = query.shape
     parts = [
         part._replace(
             keys=shared_heads(part.keys, num_heads, mesh, "cache"),
@@ -153,19 +156,25 @@ def attend_to_cache(
         )
         for part in parts
     ]
-    grouped = query.reshape(batch, parts[0].keys.shape[1], -1, width)  # [B, K, G, H]
+    kv_heads = parts[0].keys.shape[1]
+    grouped = query.reshape(batch, num_tokens, kv_heads, -1, width).swapaxes(1, 2)
+    group = grouped.shape[3]
+    grouped = grouped.reshape(batch, kv_heads, -1, width)  # [B, K, T G, H]
     platform = platform or platform_of(mesh)
-    scores = [
-        jnp.where(part.seen[:, :, None], _of_rows(grouped, part.keys, platform), UNSEEN)
-        for part in parts
-    ]
+
+    def scores_of(part):
+        seen = jnp.repeat(part.seen, group, axis=1) if num_tokens > 1 else part.seen
+        return jnp.where(seen[:, None], _of_rows(grouped, part.keys, platform), UNSEEN)
+
+    scores = [scores_of(part) for part in parts]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * width**-0.5, axis=-1)
     ends = list(itertools.accumulate(part.seen.shape[-1] for part in parts))
     attended = sum(
         _of_rows(weights.astype(part.values.dtype), part.values, platform)
         for part, weights in zip(parts, jnp.split(weights, ends[:-1], axis=-1))
     )
-    return attended.astype(query.dtype).reshape(query.shape)
+    attended = attended.astype(query.dtype).reshape(batch, kv_heads, num_tokens, group, width)
+    return attended.swapaxes(1, 2).reshape(query.shape)
 
 
 def _of_rows(

@@ -382,13 +382,25 @@ class Decoder(nnx.Module):
         cache: KVCache,
         prompts: KVCache | None = None,
     ) -> Decoded:
-        """Runs one token per row at `positions[b]`, written at `column` of the cache.
+        """Runs one token per row at `positions[b]`; see `extend`."""
+        return self.extend(token_ids[:, None], positions[:, None], column, cache, prompts)
+
+    def extend(
+        self,
+        token_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        column: Int[Array, ""],
+        cache: KVCache,
+        prompts: KVCache | None = None,
+    ) -> Decoded:
+        """Runs T tokens per row, written from `column` of the cache on.
 
         Columns may be in any order: the positions in the cache decide what a token attends to.
 
         Args:
-          prompts: further columns that tokens attend to, in R rows. B / R neighbouring tokens
-            attend to the same row.
+          positions: int32; -1 is padding, which no token attends to. The last column has none.
+          prompts: further columns that tokens attend to, in R rows. B / R neighbouring rows of
+            tokens attend to the same one.
         """
 
         def put(array, new, axis):
@@ -400,7 +412,6 @@ class Decoder(nnx.Module):
             column = constrain(new, "cache", self.mesh)
             return constrain(put(array, column, axis), "cache", self.mesh)
 
-        positions = positions[:, None]
         key_positions = put(cache.positions, positions, 1)
         if prompts is not None:
             group = len(token_ids) // len(prompts.positions)
@@ -408,12 +419,14 @@ class Decoder(nnx.Module):
 
         def seen(key_positions, window):
             mask = (key_positions >= 0)[:, None, :]
+            if token_ids.shape[1] > 1:  # else there is no later token
+                mask = mask & (key_positions[:, None, :] <= positions[:, :, None])
             return within_window(mask, positions, key_positions, window)
 
-        x = self._embedded(token_ids[:, None])
+        x = self._embedded(token_ids)
         inputs, keys, values = [], [], []
         for index, (layer, window) in enumerate(self._unrolled()):
-            inputs.append(x[:, 0])
+            inputs.append(x[:, -1])
             query, key, value = layer.heads(x, positions, window)
             keys.append(cached(cache.keys[index], key.transpose(0, 2, 3, 1), 3))
             values.append(cached(cache.values[index], value.swapaxes(1, 2), 2))
@@ -421,10 +434,9 @@ class Decoder(nnx.Module):
             if prompts is not None:
                 own = prompts.keys[index], prompts.values[index]
                 parts.insert(0, Columns(*own, seen(prompt_positions, window)))
-            attended = attend_to_cache(query[:, 0], parts, self.mesh, self.platform)
-            x = layer.residual(x, attended[:, None])
+            x = layer.residual(x, attend_to_cache(query, parts, self.mesh, self.platform))
         new_cache = KVCache(tuple(keys), tuple(values), key_positions)
-        return self.final_norm(x)[:, 0], jnp.stack(inputs, axis=1), new_cache
+        return self.final_norm(x)[:, -1], jnp.stack(inputs, axis=1), new_cache
 
     def output_weights(self) -> tuple[Float[Array, "_ _"], int]:
         """The output matrix as it is stored, in the compute dtype, and its axis of the vocabulary.

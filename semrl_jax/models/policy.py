@@ -76,6 +76,10 @@ class Policy:
         """See `Decoder.decode`."""
         return self._bind(params).decode(*inputs)
 
+    def extend(self, params: Params, *inputs: Any) -> Decoded:
+        """See `Decoder.extend`."""
+        return self._bind(params).extend(*inputs)
+
     def logits(self, params: Params, states: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Float32 logits of final states."""
         matrix, vocabulary_axis = self._bind(params).output_weights()

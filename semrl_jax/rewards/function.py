@@ -15,6 +15,7 @@ from semrl_jax.rewards.extraction import has_complete_box
 from semrl_jax.rewards.verdict import Verdict
 from semrl_jax.settings.rewards import MAX_SCORE, VERIFIERS
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.isolation import error_text
 from semrl_jax.support.modules import load_module
 
 MAX_EXTRACTED_CHARS = 1_000_000
@@ -81,14 +82,6 @@ def _with_row(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
             raise error from None
         return function, True
     return without_row, False
-
-
-def error_text(error: BaseException) -> str:
-    """Name and message of a user's exception, even if its methods fail."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:
-        return "an exception whose text cannot be read"
 
 
 class NonsenseError(ValueError):

@@ -13,18 +13,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import queue
-import re
-import secrets
-import select
 import signal
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict, load_builtin
@@ -36,19 +30,14 @@ from semrl_jax.rewards.verdict import (
 )
 from semrl_jax.settings.rewards import check_verifiers, reward_functions, split_functions
 from semrl_jax.settings.rules import Section
-from semrl_jax.support import cores
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.isolation import Line, worker_command, worker_environment
 
 MAX_RESPONSE_CHARS = 1_000_000  # a longer response or reference is wrong, error "too_long"
 MAX_JOBS_PER_WORKER = 20_000  # then it is replaced, before its libraries' caches fill its memory
 MAX_START_ATTEMPTS = 3
 START_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
-# Words in the names of variables that hold credentials. TOKENIZERS_PARALLELISM and PWD stay.
-CREDENTIAL = re.compile(
-    r"(^|_)(AUTH|KEYS?|PAT|TOKENS?)(_|$)|_PWD$|(TOKEN|APIKEY)$|CREDENTIAL|PASSPHRASE|PASSW|SECRET",
-    re.IGNORECASE,
-)
 MAX_REPLY_BYTES = 16 * MAX_EXTRACTED_CHARS  # 12 per character outside the first plane
 FAILURES = {  # counter -> kind of an error
     "num_timeouts": "timeout", "num_crashes": "crash", "num_too_long": "too_long",
@@ -322,44 +311,27 @@ class VerifierPool:
             self._counts[verdict.error_kind] += 1
 
 
-def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a worker: `environ` without credentials."""
-    # The worker can import what this process can, the user's verifier included.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    kept = {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(KEPT_PREFIX) or not CREDENTIAL.search(name)
-    }
-    return {**kept, **single_thread, "PYTHONPATH": path}
-
-
 class _Worker:
     """One worker, its guard and their pipes. Only `kill` may be called from another thread."""
 
     def __init__(self):
-        used_cores = ",".join(map(str, cores.helper_cores()))
         self._process = subprocess.Popen(  # the guard; the worker is its child
-            [sys.executable, "-m", "semrl_jax.rewards.worker", str(os.getpid()), used_cores],
+            worker_command("semrl_jax.rewards.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=worker_environment(os.environ),
+            env=worker_environment(os.environ, KEPT_PREFIX),
             start_new_session=True,  # so that Ctrl-C does not reach it
         )
-        self._stdin = self._process.stdin.fileno()
-        self._stdout = self._process.stdout.fileno()
-        os.set_blocking(self._stdin, False)
-        os.set_blocking(self._stdout, False)
-        self._received = bytearray()
+        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._line = Line(stdout, stdin, "the verifier worker")
         self.takes_row: list[bool] = []
         self.num_jobs = 0
 
     def wait_ready(self, settings: Sequence[VerifierSettings], field: str, timeout_s: float) -> str:
         """Waits for the worker's first reply: "" or a problem that the user must solve."""
         request = {"settings": [vars(each) for each in settings], "field": field}
-        reply = self._exchange(request, timeout_s)
+        reply = self._line.exchange(request, timeout_s, MAX_REPLY_BYTES)
         self.takes_row = [flag is True for flag in reply.get("takes_row", ())]
         return str(reply.get("problem", ""))
 
@@ -369,17 +341,13 @@ class _Worker:
         request = {name: value for name, value in job._asdict().items() if name != "future"}
         if not self.takes_row[job.verifier]:
             request["columns"] = ""
-        reply = self._exchange(request, timeout_s)
+        reply = self._line.exchange(request, timeout_s, MAX_REPLY_BYTES)
         error = str(reply.pop("error", ""))
         return dataclasses.replace(as_verdict(reply, ""), error=error)
 
     def is_idle(self) -> bool:
         """Whether it runs and has written nothing since its last reply."""
-        return (
-            self._process.poll() is None
-            and not self._received
-            and not _is_ready(self._stdout, select.POLLIN, 0.0)
-        )
+        return self._process.poll() is None and self._line.is_quiet()
 
     def kill(self) -> None:
         """Has the guard kill the worker and all its descendants."""
@@ -398,40 +366,3 @@ class _Worker:
         if self._process.returncode is None:  # not reaped, so the id is still valid
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-
-    def _exchange(self, request: dict, timeout_s: float) -> dict:
-        deadline = time.monotonic() + timeout_s
-        request["id"] = secrets.token_hex(16)
-        unsent = memoryview(json.dumps(request).encode() + b"\n")
-        while unsent:
-            _wait_for(self._stdin, select.POLLOUT, deadline)
-            unsent = unsent[os.write(self._stdin, unsent) :]
-        while b"\n" not in self._received:
-            _wait_for(self._stdout, select.POLLIN, deadline)
-            chunk = os.read(self._stdout, 1 << 16)
-            if not chunk:
-                raise ConnectionResetError("the verifier worker ended")
-            self._received += chunk
-            if len(self._received) > MAX_REPLY_BYTES:
-                raise ValueError(f"the verifier worker replied more than {MAX_REPLY_BYTES} bytes")
-        line, _, self._received = self._received.partition(b"\n")
-        try:
-            reply = json.loads(line)
-        except RecursionError as e:
-            raise ValueError("the verifier worker replied with nested values") from e
-        if not isinstance(reply, dict) or reply.pop("id", None) != request["id"]:
-            raise ValueError("the verifier worker replied to something that was not asked")
-        return reply
-
-
-def _wait_for(fd: int, event: int, deadline: float) -> None:
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0 or not _is_ready(fd, event, remaining_s):
-        raise TimeoutError("the verifier worker took too long")
-
-
-def _is_ready(fd: int, event: int, timeout_s: float) -> bool:
-    """Waits until `fd` is ready. Uses poll: select fails with many open descriptors."""
-    poller = select.poll()
-    poller.register(fd, event)
-    return bool(poller.poll(timeout_s * 1000))

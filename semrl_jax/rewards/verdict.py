@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from semrl_jax.rewards.extraction import has_complete_box
@@ -127,6 +128,19 @@ def _bounded(total: float, errors: list[str]) -> float:
     if abs(total) > MAX_SCORE:
         errors.append(f"invalid: the weighted sum {total:g} is beyond {MAX_SCORE:g}")
     return min(max(total, -MAX_SCORE), MAX_SCORE)
+
+
+def episode_verdict(rewards: Sequence[float], error: str, failure_score: float) -> Verdict:
+    """The verdict of an environment: the sum of the rewards of its turns; 1 and more is correct.
+
+    Args:
+      error: why the environment failed; "" if it did not.
+      failure_score: the score of an episode whose environment failed.
+    """
+    errors = [error] * bool(error)
+    score = failure_score if error else _bounded(math.fsum(rewards), errors)
+    is_correct = not error and round(score, 6) >= 1.0  # a sum of floats
+    return Verdict(score, is_correct, False, None, "; ".join(errors))
 
 
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:

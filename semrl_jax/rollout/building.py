@@ -50,7 +50,7 @@ def jax_engine(
         tokens=_tokens(tokenizer),
         max_batch=rollout.jax_max_batch,
         chunk=rollout.jax_chunk_tokens,
-        max_prompt_tokens=longest_prompt(rollout),
+        max_prompt_tokens=longest_prompt(config),
         max_response_tokens=rollout.max_response_tokens,
         device_lock=device_lock,
     )
@@ -163,7 +163,7 @@ def vllm_engine(
             in_flight=replica_in_flight(rollout),
             max_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         ),
-        max_prompt_tokens=longest_prompt(rollout),
+        max_prompt_tokens=longest_prompt(config),
         max_response_tokens=rollout.max_response_tokens,
     )
 

@@ -182,6 +182,11 @@ class Checkpoints:
             )
         return None
 
+    @property
+    def sealed(self) -> int:
+        """The newest step that this attempt has sealed or restored; 0 if there is none."""
+        return max(self._sound, default=0)
+
     def wait(self) -> None:
         """Waits for the end of the last save; raises its error if the disk was not the cause."""
         if self._sealing is not None:

@@ -46,6 +46,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     check_prompts(config.data)
     check_responses(config.rollout)
     _check_data(config)
+    _check_environment(config)
     _check_sizes(config)
     check_quantization(config, config.rollout.engine)
     _check_importance(config)
@@ -175,7 +176,7 @@ def _check_data(config: ml_collections.ConfigDict) -> None:
             f"data.files={tuple(data.files)}, evaluation.files={tuple(evaluation.files)}: files "
             f"are not read with data.task={data.task!r}; set data.task='files'."
         )
-    if data.task == "reasoning_gym":
+    if data.task != "arithmetic":
         return
     if evaluation.num_problems > NUM_HELD_OUT:
         raise UserError(
@@ -187,6 +188,41 @@ def _check_data(config: ml_collections.ConfigDict) -> None:
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} must be at least the "
             f"{MAX_PROMPT_TOKENS} tokens of an arithmetic prompt."
         )
+
+
+def _check_environment(config: ml_collections.ConfigDict) -> None:
+    """Refuses what does not go with turns."""
+    name, data, rewards = config.environment.name, config.data, config.rewards
+    if (data.task == "environment") != bool(name):
+        raise UserError(
+            f"data.task={data.task!r} and environment.name={name!r}: the task 'environment' is "
+            "that of an environment, and an environment has tasks of its own; set both, or neither."
+        )
+    if not name:
+        return
+    measured = config.evaluation.metric_options if config.evaluation.metrics else config.metrics
+    one_turn = "set it to 'trainer': a replica sees one turn alone"
+    for field, value, is_fine, way_out in (
+        ("model.path", config.model.path, bool(config.model.path),
+         "name a model whose tokenizer has a chat template"),
+        ("data.template", data.template, data.template in ("auto", "chat"),
+         "leave it out: messages are rendered by the chat template"),
+        ("data.system_prompt", data.system_prompt, not data.system_prompt,
+         "leave it out: the environment writes all messages"),
+        ("rewards.function", rewards.function, not rewards.function,
+         "leave it out: the environment gives the rewards"),
+        ("rewards.functions", tuple(rewards.functions), not rewards.functions,
+         "leave it out: the environment gives the rewards"),
+        ("rollout.annealing.enabled", True, not config.rollout.annealing.enabled,
+         "set it to False: each turn would begin with the first temperature"),
+        ("rollout.in_flight", config.rollout.in_flight, num_parts(config.rollout) == 1,
+         "set it to 'wait': with this max_staleness, responses are sampled in parts"),
+        ("metrics.placement", "rollout", config.metrics.placement == "trainer", one_turn),
+        ("evaluation.metric_options.placement", "rollout", measured.placement == "trainer",
+         one_turn),
+    ):  # fmt: skip
+        if not is_fine:
+            raise UserError(f"environment.name={name!r} and {field}={value!r}: {way_out}.")
 
 
 def _check_sizes(config: ml_collections.ConfigDict) -> None:

@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 
 from semrl_jax import models
 from semrl_jax.cluster import find_place
+from semrl_jax.environments.pool import EnvironmentPools
+from semrl_jax.evaluation.entries import environment_names
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import vllm_python
 from semrl_jax.rollout.memory import available_bytes
@@ -78,8 +80,9 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     mesh = _mesh(config, summary)
     check_micro_batches("training", config.training, mesh)
     take_addresses(config)
-    with VerifierPool.of(config.rewards) as verifier:
-        inputs = check_inputs(config, mesh, verifier, Reporter().line)
+    environments = EnvironmentPools(config.environment, environment_names(config))
+    with VerifierPool.of(config.rewards) as verifier, environments:
+        inputs = check_inputs(config, mesh, verifier, environments, Reporter().line)
     if _is_whole(config):
         check_room(config, least_parts(config, inputs, mesh))
     if source is not None:
@@ -89,7 +92,8 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     prompts, problems, data = len(inputs.prompts), len(inputs.problems), config.data
     summary("data", f"{prompts} prompts", f"{problems} held-out problems")
     names = [f.function for f in reward_functions(config.rewards.functions)]
-    summary("rewards", *(names or [config.rewards.function or "math"]))
+    own = f"environment {config.environment.name}" if config.environment.name else "math"
+    summary("rewards", *(names or [config.rewards.function or own]))
     summary(
         "training",
         f"{config.algorithms.name}",

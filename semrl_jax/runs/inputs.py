@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models.of_config import ModelFiles
+from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.training.plan import PassPlan
 
 
@@ -25,6 +26,7 @@ class Inputs(NamedTuple):
     end_token_ids: tuple[int, ...]
     prompts: data.PromptDataset
     problems: Sequence[data.PromptExample]
+    episodes: Episodes
     scores: Sequence[ModuleType]
     reward_model: ModelFiles | None
     lora: models.Lora | None

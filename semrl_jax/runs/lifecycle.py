@@ -246,6 +246,8 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     if failure:
         reporter.notice(f"not done: {failure}; make room, the same command goes on")
         return EXIT_NOT_SAVED
+    if run.answers is not None:
+        run.answers.end()
     if dtype := config.training.export:
         policy, peers = opened.learner.policy, opened.learner.peers
         model = directory.path / MODEL

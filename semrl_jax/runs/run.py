@@ -16,6 +16,7 @@ import numpy as np
 
 from semrl_jax import data
 from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.environments.journal import Journal
 from semrl_jax.pages.report import write_report
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.records import (
@@ -45,6 +46,7 @@ class Run:
     reporter: Reporter
     stop: StopRequest
     leads: bool  # process 0
+    answers: Journal | None = None  # of environments
     _writer: MetricWriter | None = None
 
     def begin_rows(self, first_step: int) -> None:
@@ -96,6 +98,9 @@ class Run:
         step = int(state.step)
         if self.checkpoints.due(step, self.config.training.num_steps):
             self.checkpoints.save(state)
+        if self.answers is not None:
+            lag = self.config.rollout.max_staleness  # weights may be this much older than a batch
+            self.answers.forget(step - lag, self.checkpoints.sealed - lag)
         every = self.config.logging.plot_every_steps
         if every and step % every == 0:
             self.draw_report()

@@ -20,7 +20,13 @@ from semrl_jax.algorithms.algorithm import check_functions, load_algorithm
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
+from semrl_jax.environments.journal import Journal
+from semrl_jax.environments.pool import EnvironmentPools
+from semrl_jax.evaluation.entries import (
+    benchmark_settings,
+    check_benchmarks,
+    environment_names,
+)
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import load_scores
@@ -47,9 +53,12 @@ from semrl_jax.runs.memory import check_room, least_parts
 from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
-from semrl_jax.runs.workdir import Workdir
+from semrl_jax.runs.workdir import ANSWERS, Workdir
+from semrl_jax.sampling.episodes import Episodes, SingleTurn
 from semrl_jax.sampling.exchange import sampling_processes
+from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.opening import check_memory, open_source
+from semrl_jax.sampling.openings import first_answers
 from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
@@ -123,6 +132,7 @@ def check_inputs(
     config: ml_collections.ConfigDict,
     mesh: Mesh,
     verifier: VerifierPool,
+    environments: EnvironmentPools,
     report: Callable[[str], None],
 ) -> Inputs:
     """Checks everything that the config names but weights and replicas; writes nothing.
@@ -131,6 +141,7 @@ def check_inputs(
       config: of a training run.
       mesh: of the trainer.
       verifier: of the rewards; it is tried on the first prompt.
+      environments: `environment_names` of the config; each is tried on its first task.
       report: gets lines about rows that were skipped.
 
     Raises:
@@ -168,7 +179,7 @@ def check_inputs(
     check_memory(config, policy.config)
     if is_embedded(config):
         configured_mesh(config, policy.config)
-    keep = {"keep_columns": verifier.takes_row}
+    keep = {"keep_columns": verifier.takes_row, "environments": environments}
     prompts = training_prompts(config, tokenizer, report, **keep)
     problems = load_problems(config, tokenizer, report, **keep)
     for of, examples in (("training", prompts.examples), ("evaluation", problems)):
@@ -177,6 +188,11 @@ def check_inputs(
     if config.rewards.function or verifiers:
         first = prompts.examples[0]
         verifier.validate(f"\\boxed{{{first.answer}}}", first.answer, first.columns)
+    episodes: Episodes = SingleTurn()
+    if environments:
+        for line in first_answers([*prompts.examples, *problems], tokenizer, environments):
+            report(line)
+        episodes = MultiTurn.of(config, tokenizer, end_tokens, environments)
     critic = critic_directory = None
     if algorithm.needs.values:
         critic = models.ValueModel.of(dataclasses.replace(policy, mesh=mesh))
@@ -193,6 +209,7 @@ def check_inputs(
         end_token_ids=end_tokens,
         prompts=prompts,
         problems=problems,
+        episodes=episodes,
         scores=scores,
         reward_model=find_reward_model(
             "rewards.model.path", config.rewards.model.path, config, policy, tokenizer, mesh
@@ -222,6 +239,8 @@ def open_run(
     with contextlib.ExitStack() as stack:
         # The pool comes first: its workers import modules while the model is built.
         verifier = stack.enter_context(VerifierPool.of(config.rewards))
+        names = environment_names(config)
+        environments = stack.enter_context(EnvironmentPools(config.environment, names))
         device_lock = threading.Lock()
         take_addresses(config, peers)
         sampling = sampling_processes(processes_of(mesh), len(config.rollout.addresses))
@@ -236,7 +255,7 @@ def open_run(
         def check() -> Inputs:
             for line in remarks(config):
                 reporter.notice(line)
-            found = check_inputs(config, mesh, verifier, reporter.line)
+            found = check_inputs(config, mesh, verifier, environments, reporter.line)
             check_room(config, least_parts(config, found, mesh), reporter)
             return found
 
@@ -245,6 +264,8 @@ def open_run(
         settings = benchmark_settings(config)
         policy, tokenizer = inputs.policy, inputs.tokenizer
         record_inputs(peers, workdir, inputs.hashes(), config.model.path)
+        if environments:
+            environments.keep_answers(Journal(workdir.path / ANSWERS, peers.index))
 
         def connect() -> RolloutClient | None:
             if peers.index not in sampling:
@@ -336,7 +357,9 @@ def open_run(
             base=base,
         )
         sync = WeightSync(config, policy.config, client, peers, stop, reporter)
-        sampler = Sampler(config, tokenizer, inputs.end_token_ids, sync, verifier, sampling)
+        sampler = Sampler(
+            config, tokenizer, inputs.end_token_ids, sync, verifier, sampling, inputs.episodes
+        )
         source, sampler = stack.enter_context(
             open_source(config, sampler, inputs.prompts, measurer)
         )
@@ -348,6 +371,7 @@ def open_run(
             reporter=reporter,
             stop=stop,
             leads=peers.index == 0,
+            answers=environments.journal,
         )
         evaluator = Evaluator(
             config=config,

@@ -29,6 +29,7 @@ from semrl_jax.support.run_directory import START
 
 # These decide which arrays a checkpoint holds. A run from before they existed keeps their default.
 IN_CHECKPOINTS = ("rollout.max_staleness", "lora.rank")
+ANSWERS = "answers"  # of environments, in the directory of a run
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
 
 
@@ -284,7 +285,7 @@ def _is_worthless(path: pathlib.Path) -> bool:
         return path.is_dir() and not any(path.iterdir())
     if path.name == "metrics.jsonl":
         return path.is_file() and not path.stat().st_size
-    if path.name == START:  # a copy of another run's checkpoint
+    if path.name in (START, ANSWERS):  # START is a copy of another run's checkpoint
         return True
     return (
         path.name

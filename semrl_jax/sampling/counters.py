@@ -10,6 +10,7 @@ from semrl_jax.cluster.peers import Processes
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.replica import Figures
+from semrl_jax.sampling.episodes import Episodes
 
 
 @dataclasses.dataclass
@@ -23,6 +24,7 @@ class Events:
 
     client: RolloutClient | None
     verifier: VerifierPool
+    episodes: Episodes
     peers: Processes
     may_take_over: bool
 
@@ -44,6 +46,7 @@ class Events:
 
     def _totals(self) -> dict[str, int]:
         totals = {f"reward/{name}": value for name, value in self.verifier.counters.items()}
+        totals |= {f"episode/{name}": value for name, value in self.episodes.counters.items()}
         if self.client is not None:
             totals |= {f"rollout/{name}": value for name, value in self.client.counters.items()}
             if not self.may_take_over:

@@ -7,7 +7,8 @@ through on paper, token by token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from semrl_jax.sampling.requests import Draw
@@ -19,12 +20,13 @@ class Ask(Protocol):
     """Asks the policy once; `Sampler.generate` with the options of the draw."""
 
     def __call__(
-        self, requests: Sequence[SampleRequest], *, max_tokens: int = 0
+        self, requests: Sequence[SampleRequest], *, max_tokens: int = 0, keep: bool = False
     ) -> Iterator[Rollout]:
         """A generator of what the policy writes after each prompt, as it arrives.
 
         Args:
           max_tokens: of each answer; 0: `rollout.max_response_tokens`.
+          keep: whether the same responses are asked to go on, so that engines keep their caches.
         """
 
 
@@ -34,15 +36,19 @@ class Episodes(Protocol):
 
     What it returns follows from the draw and the answers of the policy, and not from time: an
     engine may round differently when a call has other requests. Nothing is kept from one call of
-    `play` to the next. A run that was killed plays all episodes of its batch again, from their
-    prompts.
+    `play` to the next, except answers of environments. A run that was killed plays all episodes of
+    its batch again, from their prompts.
 
     Attributes:
       is_divisible: whether the tokens of a response may be asked for in parts of any length, each
         continued from the tokens before. `in_parts.InParts` does this in place of `play`.
+      counters: events so far, by the name that follows `episode/` in the log.
     """
 
     is_divisible: bool
+
+    @property
+    def counters(self) -> Mapping[str, int]: ...
 
     def play(self, draw: Draw, ask: Ask) -> Iterator[Rollout]:
         """A generator of one rollout per request of the draw, as each ends.
@@ -64,6 +70,7 @@ class SingleTurn:
     """The policy writes the whole response."""
 
     is_divisible = True
+    counters: Mapping[str, int] = MappingProxyType({})
 
     def play(self, draw: Draw, ask: Ask) -> Iterator[Rollout]:
         return ask(draw.requests)

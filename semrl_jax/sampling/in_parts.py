@@ -6,13 +6,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import ml_collections
 import numpy as np
-from jaxtyping import Shaped
 
 from semrl_jax import data
 from semrl_jax.cluster.agreement import run_phase
@@ -23,14 +21,10 @@ from semrl_jax.sampling.requests import Draw, counter, stream_seed, training_dra
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Sample
+from semrl_jax.sampling.splicing import cut, joined
 from semrl_jax.settings.rollout import num_parts, part_tokens
 from semrl_jax.support.clock import Clock
-from semrl_jax.types import Rollout, SampleRequest, VersionSpan
-
-# Fields of a rollout with a row per token, as far as the JAX engine and vLLM fill them.
-ARRAYS = (
-    "response_ids", "rollout_logprobs", "rollout_raw_logprobs", "hidden_states", "response_mask",
-)  # fmt: skip
+from semrl_jax.types import Rollout, SampleRequest
 
 
 class _Batch(NamedTuple):
@@ -153,7 +147,7 @@ class InParts:
             return rollout
         matcher = data.StopMatcher(self._tokens, self.config.rollout.stop_strings)
         count = matcher.feed(rollout.response_ids.tolist())
-        return rollout if count is None else stopped(rollout, count)
+        return rollout if count is None else cut(rollout, count, "stop")
 
     def _complete(self, batch: _Batch) -> Scored:
         """The batch, scored and measured, in every process."""
@@ -174,42 +168,4 @@ def continued(request: SampleRequest, before: Rollout, part: int) -> SampleReque
         request,
         prompt_ids=np.concatenate([request.prompt_ids, before.response_ids]),
         seed=stream_seed(request.seed, part),
-    )
-
-
-def joined(before: Rollout, part: Rollout) -> Rollout:
-    """A response and its next part, sampled as `continued` says, as one response."""
-    length = len(before.response_ids)
-
-    def both(name: str) -> Shaped[np.ndarray, "T ..."] | None:
-        values = getattr(before, name), getattr(part, name)
-        # One engine sends raw log-probabilities, and another one does not.
-        return None if any(value is None for value in values) else np.concatenate(values)
-
-    moved = [VersionSpan(s.version, s.start + length, s.end + length) for s in part.versions]
-    spans = list(before.versions)
-    for span in moved:
-        if spans and spans[-1].version == span.version:
-            span = VersionSpan(span.version, spans.pop().start, span.end)
-        spans.append(span)
-    return dataclasses.replace(
-        part,
-        prompt_ids=before.prompt_ids,
-        **{name: both(name) for name in ARRAYS},
-        versions=tuple(spans),
-        generate_s=before.generate_s + part.generate_s,
-    )
-
-
-def stopped(rollout: Rollout, count: int) -> Rollout:
-    """The first `count` tokens of a response, the last of which completes a stop string."""
-    if count == len(rollout.response_ids) and rollout.finish_reason != "length":
-        return rollout
-    kept = {name: getattr(rollout, name) for name in ARRAYS}
-    spans = itertools.takewhile(lambda span: span.start < count, rollout.versions)
-    return dataclasses.replace(
-        rollout,
-        **{name: None if array is None else array[:count] for name, array in kept.items()},
-        versions=tuple(VersionSpan(s.version, s.start, min(s.end, count)) for s in spans),
-        finish_reason="stop",
     )

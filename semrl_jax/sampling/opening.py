@@ -57,7 +57,7 @@ def open_source(
 
     def events_on(peers: Processes) -> Events:
         may_take_over = bool(config.rollout.groups_per_call)
-        return Events(sync.client, sampler.verifier, peers, may_take_over)
+        return Events(sync.client, sampler.verifier, sampler.episodes, peers, may_take_over)
 
     figures = ReplicaFigures(sync.client, sync.peers, sampler.sampling)
     if not lag:

@@ -11,6 +11,8 @@ import ml_collections
 
 from semrl_jax import data
 from semrl_jax.data import arithmetic, procedural
+from semrl_jax.environments.pool import EnvironmentPools
+from semrl_jax.sampling.openings import held_out_tasks, training_tasks
 from semrl_jax.settings.rules import split_entry
 from semrl_jax.support.errors import UserError
 
@@ -63,10 +65,12 @@ def training_prompts(
     report: Callable[[str], None],
     *,
     keep_columns: bool = False,
+    environments: EnvironmentPools | None = None,
 ) -> data.PromptDataset:
     """Prompts of the generator or of `data.files`; `report` gets a line about skipped rows.
 
-    With `keep_columns`, the examples keep the rows of the files.
+    With `keep_columns`, the examples keep the rows of the files. `environments` makes the tasks of
+    an environment.
 
     Raises:
       UserError: for a file, row or template that cannot be used.
@@ -74,6 +78,8 @@ def training_prompts(
     if config.data.task == "arithmetic":
         problems = arithmetic.training_problems(config.seed, config.data.num_prompts)
         return data.arithmetic_prompts(tokenizer, problems, config.data.add_special_tokens)
+    if config.data.task == "environment":
+        return training_tasks(config, tokenizer, environments[config.environment.name], report)
     if config.data.task == "reasoning_gym":
         entries = procedural.sources(config.data.reasoning_gym)
         count, held_out = config.data.num_prompts, config.evaluation.num_problems
@@ -145,11 +151,13 @@ def held_out_problems(
     report: Callable[[str], None],
     *,
     keep_columns: bool = False,
+    environments: EnvironmentPools | None = None,
 ) -> Sequence[data.PromptExample]:
     """Problems of the task or of `evaluation.files`; those of one data source are one benchmark.
 
     Problems above the token limit are included: they count as wrong without a response.
     `report` gets a line about them. With `keep_columns`, they keep the rows of the files.
+    `environments` makes the tasks of an environment.
 
     Raises:
       UserError: for a file, row or template that cannot be used, or two files with one data source.
@@ -160,6 +168,9 @@ def held_out_problems(
     if config.data.task == "arithmetic":
         found = arithmetic.held_out_problems()[: options.num_problems]
         return data.arithmetic_prompts(tokenizer, found, config.data.add_special_tokens).examples
+    if config.data.task == "environment":
+        own = environments[config.environment.name]
+        return held_out_tasks(own, options.num_problems, tokenizer, report)
     if config.data.task == "reasoning_gym":
         entries = procedural.sources(config.data.reasoning_gym)
         held_out = procedural.held_out_problems(entries, options.num_problems)

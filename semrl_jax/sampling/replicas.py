@@ -149,7 +149,7 @@ def _check_limits(
     same = "start the replica with the trainer's config"
     for field, value, way_out in (
         ("max_prompts", num_prompts, fewer),
-        ("max_prompt_tokens", longest_prompt(config.rollout), same),
+        ("max_prompt_tokens", longest_prompt(config), same),
         ("max_response_tokens", config.rollout.max_response_tokens, same),
     ):
         limit = getattr(replica, field)

@@ -29,11 +29,13 @@ class Draw(NamedTuple):
       requests: one per response.
       references: reference answer by group.
       columns: row of the prompt by group, see `data.PromptExample`; a group may have none.
+      step: of the weights that sample them.
     """
 
     requests: Sequence[SampleRequest]
     references: Mapping[int, str]
     columns: Mapping[int, str]
+    step: int = 0
 
 
 class Measuring(NamedTuple):

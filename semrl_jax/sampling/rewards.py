@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import ml_collections
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.sampling.scoring import ScoredRollout
@@ -19,10 +19,32 @@ def group_rewards(
 ) -> Float[np.ndarray, "P G"]:
     """`unshuffled_rewards`, permuted over the batch under `rewards.shuffle`."""
     rewards = unshuffled_rewards(scored, config)
-    if config.rewards.shuffle:
-        random = np.random.default_rng((config.seed, step, SHUFFLE))
-        rewards = random.permutation(rewards.reshape(-1)).reshape(rewards.shape)
-    return rewards
+    return rewards.reshape(-1)[_order(rewards.size, config, step)].reshape(rewards.shape)
+
+
+def turn_rewards(
+    scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict, step: int
+) -> list[Float[np.ndarray, " _"]]:
+    """Rewards of the turns of each response, permuted like `group_rewards`.
+
+    None of a response without an environment, or whose environment failed: its reward is that of
+    its last turn.
+    """
+    rollouts = [item.rollout for item in scored]
+    nothing = np.zeros(0, np.float32)
+    rewards = [
+        nothing if rollout.turn_rewards is None or rollout.environment_error
+        else rollout.turn_rewards
+        for rollout in rollouts
+    ]  # fmt: skip
+    return [rewards[index] for index in _order(len(rewards), config, step)]
+
+
+def _order(count: int, config: ml_collections.ConfigDict, step: int) -> Int[np.ndarray, " B"]:
+    """Whose reward each response gets."""
+    if not config.rewards.shuffle:
+        return np.arange(count)
+    return np.random.default_rng((config.seed, step, SHUFFLE)).permutation(count)
 
 
 def unshuffled_rewards(

@@ -86,7 +86,7 @@ class Sampler:
           RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
         """
         mine = own_requests(requests, self.sampling, self.sync.peers.index)
-        own = Draw(mine, references, columns or {})
+        own = Draw(mine, references, columns or {}, self.weights.step)
         scored = Scored(())
 
         def sample_own() -> None:
@@ -122,15 +122,19 @@ class Sampler:
         shared = {"stop_strings": stop_strings, "measuring": measuring, "states": states}
         ask = functools.partial(self.generate, **shared, **distribution)
         rollouts = self.episodes.play(draw, ask)
-        with self.sync.stop.interruptible(), contextlib.closing(rollouts):
-            timed = clock.iterate("generate", rollouts) if clock else rollouts
-            return self.score(timed, draw, verifier=verifier, arrived=arrived, **shared)
+        try:
+            with self.sync.stop.interruptible(), contextlib.closing(rollouts):
+                timed = clock.iterate("generate", rollouts) if clock else rollouts
+                return self.score(timed, draw, verifier=verifier, arrived=arrived, **shared)
+        finally:
+            self.sync.client.release()
 
     def generate(
         self,
         requests: Sequence[SampleRequest],
         *,
         max_tokens: int = 0,
+        keep: bool = False,
         stop_strings: Sequence[str] = (),
         measuring: Measuring | None = None,
         states: HiddenStateParams | None = None,
@@ -140,6 +144,8 @@ class Sampler:
 
         Args:
           max_tokens: of each response; 0: `rollout.max_response_tokens`.
+          keep: whether further turns follow. With `groups_per_call` they are prefilled: time
+            decides which replica gets a call, and a prefill is rounded in another way.
           stop_strings, measuring, states, distribution: see `sample_here`.
         """
         weights, rollout = self.weights, self.config.rollout
@@ -165,6 +171,7 @@ class Sampler:
             version=weights.version,
             metrics=metrics,
             groups_per_call=groups_per_call(requests, rollout),
+            keep=keep and not rollout.groups_per_call,
             resync=resync,
             read=None if weights.read_together else weights.read,
         )
@@ -184,16 +191,21 @@ class Sampler:
         measures_here = measuring is not None and measuring.is_here
         return score_and_measure(
             rollouts,
-            decode=functools.partial(
-                data.verifier_text, self.tokenizer, stop_strings=tuple(stop_strings)
-            ),
+            decode=functools.partial(self._text, stop_strings=tuple(stop_strings)),
             references=draw.references,
             columns=draw.columns,
             verifier=verifier or self.verifier,
+            failure_score=self.config.rewards.failure_score,
             measurer=measuring.measurer if measures_here else None,
             keep_states=states is not None,
             arrived=arrived,
         )
+
+    def _text(self, rollout: Rollout, stop_strings: Sequence[str]) -> str:
+        """The text of a response for a verifier; all turns of an episode."""
+        if rollout.turn_rewards is not None:
+            return data.full_text(self.tokenizer, rollout.response_ids)
+        return data.verifier_text(self.tokenizer, rollout.response_ids, stop_strings)
 
     @functools.cached_property
     def _stop_token_ids(self) -> tuple[int, ...]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from semrl_jax.metrics.measurer import Measured, Measurer, join_layers
+from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.metrics.records import Measurement, Metrics, joined
 from semrl_jax.rewards import Verdict, VerifierPool
+from semrl_jax.rewards.verdict import episode_verdict
 from semrl_jax.support.response_files import METRICS, SCORES
-from semrl_jax.types import TOKEN_ARRAYS, Rollout
+from semrl_jax.types import TOKEN_ARRAYS, TURN_METRICS, Rollout
 
 UNGRADED = Verdict(0.0, correct=False, boxed=False, extracted=None)
 
@@ -98,14 +101,18 @@ class Scored(Sequence[ScoredRollout]):
         """Adds columns."""
         return dataclasses.replace(self, metrics={**self.metrics, **metrics})
 
-    def with_measured(self, measured: Sequence[Measured]) -> Scored:
-        """Adds what was measured of each response."""
+    def with_measured(
+        self, measured: Sequence[Measured], turns: Sequence[Sequence[Measured]] = ()
+    ) -> Scored:
+        """Adds what was measured of each response, and of its turns, see `submit_turns`."""
         items = [
             dataclasses.replace(
                 item,
-                rollout=dataclasses.replace(item.rollout, effective_ranks=found.effective_ranks),
+                rollout=dataclasses.replace(
+                    item.rollout, effective_ranks=found.effective_ranks, **_turn_metrics(of_turns)
+                ),
             )
-            for item, found in zip(self, measured, strict=True)
+            for item, found, of_turns in zip(self, measured, turns or [()] * len(self), strict=True)
         ]
         metrics = {**self.metrics, **joined([(1, found.metrics) for found in measured])}
         return Scored(items, metrics, _stacked([found.mean_states for found in measured]))
@@ -152,6 +159,37 @@ def verdict_columns(verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
     }
 
 
+def submit_turns(
+    measurer: Measurer,
+    rollout: Rollout,
+    states: Float[np.ndarray, "_ D"],
+    whole: Future[Measured],
+) -> list[Future[Measured]]:
+    """Starts measuring each turn of an episode by itself; [] without an environment.
+
+    Args:
+      states: of the policy's own tokens.
+      whole: measures all of them, and so an only turn.
+    """
+    if rollout.turn_rewards is None:
+        return []
+    lengths = rollout.turn_lengths
+    if len(lengths) == 1:
+        return [whole]
+    return [measurer.submit(part) for part in np.split(states, np.cumsum(lengths)[:-1])]
+
+
+def _turn_metrics(turns: Sequence[Measured]) -> dict[str, Float[np.ndarray, " _"]]:
+    """The fields of a rollout for what was measured of its turns."""
+    found = {}
+    for name, key in TURN_METRICS.items():
+        columns = [turn.metrics[key] for turn in turns if key in turn.metrics]
+        if columns:
+            values = [value if valid else math.nan for value, valid in columns]
+            found[name] = np.array(values, np.float32)
+    return found
+
+
 def _stacked(
     rows: Sequence[Float[np.ndarray, ...] | None],
 ) -> Float[np.ndarray, "B ..."] | None:
@@ -161,11 +199,12 @@ def _stacked(
 def score_and_measure(
     rollouts: Iterable[Rollout],
     *,
-    decode: Callable[[np.ndarray], str],
+    decode: Callable[[Rollout], str],
     references: Mapping[int, str],
     columns: Mapping[int, str] | None = None,
     verifier: VerifierPool | None,
     measurer: Measurer | None,
+    failure_score: float = 0.0,
     keep_states: bool = False,
     arrived: Callable[[Rollout], None] = lambda rollout: None,
 ) -> Scored:
@@ -173,28 +212,38 @@ def score_and_measure(
 
     Args:
       rollouts: in any order.
-      decode: converts the token ids of a response to the text for the verifier.
+      decode: the text of a response for the verifier.
       references: reference answer by group.
       columns: row of the prompt by group, see `data.PromptExample`; None: no prompt has one.
-      verifier: None: no response is graded; all verdicts are `UNGRADED`.
+      verifier: None: no response is graded; all verdicts are `UNGRADED`. An episode has the
+        verdict of its environment.
       measurer: measures the hidden states of its layers; None: `metrics` stay as the replica sent
         them.
+      failure_score: of an episode whose environment failed.
       keep_states: whether to keep the hidden states in memory after measuring.
       arrived: called for each rollout, to show progress.
     """
     started = []
     for rollout in rollouts:
-        response = decode(rollout.response_ids)
+        response = decode(rollout)
         reference = references[rollout.group_id]
-        verdict = None
-        if verifier is not None:
+        verdict: Future[Verdict] | Verdict = UNGRADED
+        if rollout.turn_rewards is not None:
+            given = rollout.turn_rewards.tolist(), rollout.environment_error
+            verdict = episode_verdict(*given, failure_score)
+        elif verifier is not None:
             row = (columns or {}).get(rollout.group_id, "")
             verdict = verifier.submit(response, reference, row)
         layers = () if measurer is None else measurer.layers
-        metrics = {layer: measurer.submit(rollout.policy_states(layer)) for layer in layers}
+        states = {layer: rollout.policy_states(layer) for layer in layers}
+        metrics = {layer: measurer.submit(rows) for layer, rows in states.items()}
+        turns: list[Future[Measured]] = []
+        if measurer is not None:
+            of_final = states[FINAL_LAYER], metrics[FINAL_LAYER]
+            turns = submit_turns(measurer, rollout, *of_final)
         if not keep_states:
             rollout = dataclasses.replace(rollout, hidden_states=None)
-        started.append((rollout, response, reference, verdict, metrics))
+        started.append((rollout, response, reference, verdict, metrics, turns))
         arrived(rollout)
     if measurer is not None:
         measurer.flush()
@@ -202,9 +251,12 @@ def score_and_measure(
     scored = Scored.of(
         [
             ScoredRollout(
-                rollout, response, reference, UNGRADED if verdict is None else verdict.result()
+                rollout,
+                response,
+                reference,
+                verdict if isinstance(verdict, Verdict) else verdict.result(),
             )
-            for rollout, response, reference, verdict, _ in started
+            for rollout, response, reference, verdict, *_ in started
         ]
     )
     if measurer is None or not scored:
@@ -212,6 +264,7 @@ def score_and_measure(
     return scored.with_measured(
         [
             join_layers({layer: future.result() for layer, future in metrics.items()})
-            for *_, metrics in started
-        ]
+            for *_, metrics, _ in started
+        ],
+        [[future.result() for future in turns] for *_, turns in started],
     )

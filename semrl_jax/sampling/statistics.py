@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 
 from semrl_jax.algorithms import zero_variance_group_fraction
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.types import FINISH_REASONS
+from semrl_jax.types import FINISH_REASONS, TURN_METRICS
 
 
 def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
@@ -51,7 +51,32 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
         for kind, mask in (("correct", correct), ("incorrect", ~correct)):
             if mask.any():
                 scalars[f"response/{reason}_fraction/{kind}"] = ended[mask].mean()
+    scalars |= _episode_scalars(scored)
     return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
+
+
+def _episode_scalars(scored: Scored) -> dict[str, float]:
+    """Turns, failures and seconds of responses with an environment, and what was measured of their
+    turns; {} if there is none.
+    """
+    episodes = [item.rollout for item in scored if item.rollout.turn_rewards is not None]
+    if not episodes:
+        return {}
+    turns = [len(rollout.turn_rewards) for rollout in episodes]
+    measured = {}
+    for name, key in TURN_METRICS.items():
+        columns = [getattr(rollout, name) for rollout in episodes]
+        values = np.concatenate([np.zeros(0), *(of for of in columns if of is not None)])
+        if np.isfinite(values).any():
+            measured[f"metrics/{key.label}/turn/mean"] = np.nanmean(values)
+    return measured | {
+        "episode/turns/mean": np.mean(turns),
+        "episode/turns/max": np.max(turns),
+        "episode/turns/min": np.min(turns),
+        "episode/context_tokens/mean": np.mean([(~r.response_mask).sum() for r in episodes]),
+        "episode/failed_fraction": np.mean([bool(r.environment_error) for r in episodes]),
+        "time/environment_s": sum(rollout.environment_s for rollout in episodes),
+    }
 
 
 def metric_scalars(scored: Scored, prefix: str = "metrics") -> dict[str, float]:

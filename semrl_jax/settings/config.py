@@ -20,6 +20,7 @@ from semrl_jax.settings import (
     critic,
     data,
     distributed,
+    environment,
     evaluation,
     hidden_states,
     logging,
@@ -56,6 +57,9 @@ class Config:
     )
     data: data.Data = section(data.Data)
     rollout: rollout.Rollout = section(rollout.Rollout)
+    environment: environment.Environment = section(
+        environment.Environment, "what the policy talks to, turn by turn. docs/environments.md"
+    )
     hidden_states: hidden_states.HiddenStates = section(hidden_states.HiddenStates)
     metrics: metrics.Metrics = section(metrics.Metrics)
     shaping: ShapingOptions = section(ShapingOptions)

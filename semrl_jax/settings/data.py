@@ -8,7 +8,7 @@ from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import setting
 
-TASKS = ("arithmetic", "files", "reasoning_gym")
+TASKS = ("arithmetic", "files", "reasoning_gym", "environment")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Data:
     task: str = setting(
         "arithmetic",
         "arithmetic: the built-in generator; files: those of data.files; reasoning_gym: "
-        "procedural sets",
+        "procedural sets; environment: those of environment.name",
         choices=TASKS,
     )
     num_prompts: int = setting(4096, "training prompts from a generator", "prompts", above=0)

@@ -12,6 +12,7 @@ from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import fields_of, follows, section, setting
 
+ALL_PROBLEMS = 10**9  # evaluation.num_problems of launch.evaluate, unless it is given
 OF_TRAINING = ("of_groups", "drift_every", "probes")  # settings of metrics that evaluations lack
 MetricOptions = dataclasses.make_dataclass(
     "MetricOptions",
@@ -49,8 +50,8 @@ class Evaluation:
     held_out: bool = setting(True, "Whether held-out problems of the task or files are evaluated")
     benchmarks: tuple[str, ...] = setting(
         (),
-        'A name or group such as gsm8k or tiny, FILE.jsonl, or "my_package.module", each '
-        "with :setting=value:... for names and files; docs/data.md",
+        "A name or group such as gsm8k or tiny, FILE.jsonl, environment:NAME, or "
+        '"my_package.module", all but the last with :setting=value:...; docs/data.md',
         items=str,
     )
     data_dir: str = setting("data/benchmarks", "where the files of named benchmarks are")

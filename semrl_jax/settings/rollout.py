@@ -6,6 +6,7 @@ import dataclasses
 
 import ml_collections
 
+from semrl_jax.settings.environment import PREFIX
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.addresses import split_address
 from semrl_jax.support.choices import DTYPES
@@ -300,9 +301,20 @@ def part_tokens(rollout: Section) -> int:
     return -(-rollout["max_response_tokens"] // num_parts(rollout))
 
 
-def longest_prompt(rollout: Section) -> int:
-    """Tokens of the longest prompt that a replica gets: it ends with earlier parts."""
-    return rollout["max_prompt_tokens"] + (num_parts(rollout) - 1) * part_tokens(rollout)
+def longest_prompt(config: ml_collections.ConfigDict) -> int:
+    """Tokens of the longest prompt that a replica gets: it ends with earlier parts or turns."""
+    rollout = config.rollout
+    is_played = any(entry.startswith(PREFIX) for entry in config.evaluation.benchmarks)
+    if config.environment.name or is_played:
+        return rollout.max_prompt_tokens + rollout.max_response_tokens - 1
+    return rollout.max_prompt_tokens + (num_parts(rollout) - 1) * part_tokens(rollout)
+
+
+def slots_of_replicas(rollout: Section) -> int | None:
+    """Responses that the trainer's own JAX replicas decode side by side; None: it has none."""
+    if rollout["engine"] != "jax" or rollout["addresses"] or rollout["addresses_file"]:
+        return None
+    return rollout["jax_max_batch"] * max(rollout["jax_processes"], 1)
 
 
 def rows_of_slots(

@@ -32,6 +32,7 @@ def main() -> None:
             for messages, add_generation_prompt in conversations:
                 texts, marks = render_jinja_template(
                     [messages],
+                    tools=request["tools"],
                     chat_template=request["template"],
                     return_assistant_tokens_mask=request["with_marks"],
                     add_generation_prompt=add_generation_prompt,

@@ -196,17 +196,21 @@ def summary_line(
 ) -> str:
     """The main numbers of a step in at most LINE_WIDTH columns.
 
-    Missing numbers are left out, and so are the last ones where the line would be longer.
+    Missing numbers are left out, and so are those that do not fit.
     """
     fields = (
         ("correct ", "reward/correct", lambda v: f"{_short(100 * v):>4}%"),
         ("reward ", "reward/mean", lambda v: f"{v:+.2f}" if abs(v) < 1e4 else f"{v:+.1e}"),
         ("length ", "response/length/mean", _short),
+        ("turns ", "episode/turns/mean", _short),
+        ("env ", "time/environment_s", lambda v: f"{_short(v)} s"),
+        ("failed ", "episode/failed_fraction", lambda v: f"{_short(100 * v)}%" if v else ""),
         ("ER ", "metrics/effective_rank/mean", _short),
         ("bonus ", "shaping/bonus/mean", lambda v: f"{v:.4f}" if abs(v) < 100 else f"{v:.1e}"),
         ("", "time/step_s", lambda v: f"{_short(v)} s"),
     )
-    parts = [f"{name}{show(scalars[key])}" for name, key, show in fields if key in scalars]
+    shown = [(name, show(scalars[key])) for name, key, show in fields if key in scalars]
+    parts = [f"{name}{value}" for name, value in shown if value]
     if left_s:
         parts.append(f"left {duration(left_s)}")
     return fitted(f"step {step:>4}/{num_steps}", parts)
@@ -232,12 +236,11 @@ def evaluation_line(step: int, scalars: Mapping[str, float]) -> str:
 
 
 def fitted(start: str, parts: Sequence[str]) -> str:
-    """Start and parts in one line of at most LINE_WIDTH columns; the last parts may be left out."""
+    """Start and parts in one line of at most LINE_WIDTH columns, without parts that do not fit."""
     line = start
     for part in parts:
-        if len(line) + 2 + len(part) > LINE_WIDTH:
-            break
-        line += f"  {part}"
+        if len(line) + 2 + len(part) <= LINE_WIDTH:
+            line += f"  {part}"
     return line
 
 

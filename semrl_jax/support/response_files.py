@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -92,6 +93,23 @@ COLUMNS = {
         "false on context that the policy did not sample, such as an environment's text, whose "
         "log-probability is 0; only if a response has context",
     ),
+    "turn_rewards": Column(
+        _per_token(pa.float32()),
+        "reward of each turn of the policy; only with an [environment](environments.md)",
+    ),
+    "turn_characters": Column(
+        _per_token(pa.int32()),
+        "characters of `response` that the policy wrote, then others, then the policy, and so on; "
+        "only in a run with an environment; empty if unknown",
+    ),
+    **{
+        f"turn_effective_rank{order}": Column(
+            _per_token(pa.float32()),
+            f"{name} of the tokens of each turn; NaN where not valid; as `turn_rewards`, if it was "
+            "measured",
+        )
+        for order, name in (("", "ER"), ("_velocity", "ERV"), ("_acceleration", "ERA"))
+    },
     "effective_ranks": Column(
         _per_token(pa.float32()),
         "effective rank of each prefix that ERV and ERA are computed from (`metrics.stride`, "
@@ -117,6 +135,12 @@ OLD_NAMES = {
 _OLD_VALID = "_valid"  # metrics/<label>_valid in runs: 0.0 where metrics/<label> is not valid
 _MAY_BE_NULL = ("extracted",)
 _WITH_TOKENS = "rollouts/ of a run and responses.parquet of launch.generate have token ids"
+
+
+def lengths_of_runs(mask: Sequence[bool] | np.ndarray) -> list[int]:
+    """The lengths of the runs of equal values of a mask; the first run is of True, maybe of 0."""
+    changes = np.flatnonzero(np.diff(np.concatenate([[True], np.asarray(mask, bool)]))).tolist()
+    return np.diff([0, *changes, len(mask)]).tolist()
 
 
 def kind_of(name: str) -> pa.DataType | None:

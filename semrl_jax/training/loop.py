@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
-from semrl_jax.sampling.rewards import group_rewards
+from semrl_jax.sampling.rewards import group_rewards, turn_rewards
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Source
 from semrl_jax.sampling.statistics import batch_scalars
@@ -76,7 +76,11 @@ def run_steps(
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
-            given = rewards, seen.scored.metrics, arrays, credited_tokens(batch, scored)
+            of_turns = None
+            if learner.algorithm.needs.turn_rewards:
+                of_turns = turn_rewards(scored, config, step)
+            tokens = credited_tokens(batch, scored, of_turns)
+            given = rewards, seen.scored.metrics, arrays, tokens
             credit = assign_credit(rules, *given, state.memory)
             credited = floats(credit.scalars)
         check_stop()  # the last moment at which the state before this step still exists

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from semrl_jax import data
 from semrl_jax.algorithms.credit import Tokens
@@ -47,7 +48,20 @@ def pad_batch(
     )
 
 
-def credited_tokens(batch: RolloutBatch, scored: Sequence[ScoredRollout]) -> Tokens:
-    """What `assign_credit` reads of a batch."""
+def credited_tokens(
+    batch: RolloutBatch,
+    scored: Sequence[ScoredRollout],
+    turn_rewards: Sequence[Float[np.ndarray, " _"]] | None = None,
+) -> Tokens:
+    """What `assign_credit` reads of a batch; `turn_rewards` are of each response, if needed."""
+    mask = batch.response_mask
     truncated = np.array([item.rollout.finish_reason == "length" for item in scored])
-    return Tokens(batch.response_mask, truncated, batch.rollout_logprobs)
+    tokens = Tokens(mask, truncated, batch.rollout_logprobs)
+    if turn_rewards is None:
+        return tokens
+    placed = np.zeros(mask.shape, np.float32)
+    for row, own, rewards in zip(placed, mask, turn_rewards, strict=True):
+        ends = np.flatnonzero(np.diff(own, append=False) & own)
+        count = min(len(ends), len(rewards))
+        row[ends[:count]] = rewards[:count]
+    return tokens._replace(turn_rewards=placed)

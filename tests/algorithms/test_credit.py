@@ -65,6 +65,24 @@ def test_the_signal_may_go_into_the_reward(config):
     assert (np.asarray(found.advantages)[4:] != 0).any()  # Phi breaks the tie of equal rewards
 
 
+def test_turns_are_credited_by_their_own_and_later_rewards(config):
+    """A group of two: worked by hand. The last turn of the second has a penalty of 1 in addition.
+
+    Returns of the first turns: 1 + 0 and 3 + 1 - 1; of the second ones: 0 and 0.
+    """
+    mask = np.array([[1, 1, 0, 1], [1, 0, 1, 1]], bool)
+    turns = np.array([[0, 1, 0, 0], [3, 0, 0, 1]], np.float32)
+    rewards = np.array([[1, 3]], np.float32)
+    config.algorithms.name, config.shaping.target = "dr_grpo", "none"
+    config.algorithms.advantage.credit = "turn"
+    given = config, rewards, {}, mask, init_shaping_state()
+    found = credit_of(*given, turn_rewards=turns).advantages
+    np.testing.assert_array_equal(found, [[-1, -1, 0, 0], [1, 0, 0, 0]])
+    config.algorithms.advantage.credit = "episode"
+    found = credit_of(*given).advantages
+    np.testing.assert_array_equal(found, [[-1, -1, 0, -1], [1, 0, 1, 1]])
+
+
 def test_baselines_stay_where_nothing_is_measured(config):
     config.shaping.target = "none"
     before = init_shaping_state()

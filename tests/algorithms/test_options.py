@@ -10,9 +10,12 @@ import pytest
 from configs.default import get_config
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+from semrl_jax.algorithms.turns import placed_rewards
 from semrl_jax.settings.algorithms import importance_options
 
 MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
+MASK[[0, 5], 2] = False  # two turns
+TURNS = np.where(np.arange(5) == 1, 0.25, 0).astype(np.float32) * MASK
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
 OPD, GSPO = ({"loss.surrogate": name} for name in ("opmd", "gspo"))
 PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
@@ -27,6 +30,7 @@ CHANGES = {
     "name": ("rloo", {}),
     "aggregation": ("response_mean", {}),
     "constant_length": (7, {"aggregation": "constant_length", "constant_length": 5}),
+    "advantage.credit": ("turn", {}),
     "advantage.epsilon": (1.0, {}),
     "advantage.quantile": (0.9, QUANTILE),
     "advantage.normalise": (False, QUANTILE),
@@ -88,9 +92,12 @@ def update_of(settings):
     def compute(logprobs, new_values):
         passes, state = Passes(old, ref, values[0]), algorithm.first_state()
         batch = jnp.asarray(REWARDS), passes, mask
+        credited = batch
+        if algorithm.needs.turn_rewards:
+            credited = placed_rewards(batch[0], TURNS, mask), passes, mask
         for factor in (1.0, 2.0) if algorithm.needs.state else ():
             state = algorithm.next_state(state, factor * batch[0], *batch[1:])
-        advantages = algorithm.advantages(*batch, state)
+        advantages = algorithm.advantages(*credited, state)
         if importance["level"] != "none":
             advantages *= importance_weights(old, rollout, mask, **importance)[0]
         ids = {"sequence_ids": mask.astype(jnp.int32)} if algorithm.needs.sequence_ids else {}
@@ -108,7 +115,7 @@ def update_of(settings):
             )
             if not algorithm.needs.values:
                 return loss
-            returns = algorithm.returns(*batch, state)
+            returns = algorithm.returns(*credited, state)
             targets = {"old_values": values[0], "returns": returns, "weights": weights}
             return loss + algorithm.value_loss(new_values, **targets)[0]
 

@@ -57,3 +57,20 @@ def test_terms_begin_with_the_second_and_third_prefix():
     np.testing.assert_array_equal(velocity, np.float32([np.nan, 2, 6]))
     np.testing.assert_array_equal(acceleration, np.float32([np.nan, np.nan, 4]))
     assert [len(x) for x in velocity_and_acceleration(np.float32([]))] == [0, 0]
+
+
+@pytest.mark.slow
+def test_context_has_no_value_and_no_place_in_a_prefix(policy, params):
+    random = np.random.default_rng(1)
+    prompt, response = (random.integers(3, 20, size, np.int32) for size in (4, 30))
+    mask = np.ones(30, bool)
+    mask[10:17] = False
+    (whole,), (holes,) = (
+        along_responses(policy, params, [prompt], [response], masks, stride=4)
+        for masks in (None, [mask])
+    )
+    np.testing.assert_array_equal(holes.num_tokens, np.arange(4, 24, 4))
+    assert np.isnan(holes.logprob[~mask]).all() and np.isnan(holes.entropy[~mask]).all()
+    np.testing.assert_array_equal(holes.logprob[mask], whole.logprob[mask])
+    np.testing.assert_array_equal(holes.effective_rank[:2], whole.effective_rank[:2])
+    assert (holes.effective_rank[2:] != whole.effective_rank[2 : len(holes.num_tokens)]).all()

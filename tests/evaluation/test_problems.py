@@ -109,6 +109,15 @@ def test_a_set_of_a_group_and_of_another_entry_counts_once():
     assert len(benchmark_entries({"benchmarks": ("full", "small:n=16")})) == 32
 
 
+def test_an_environment_has_options_and_settings():
+    text = "environment:my.module:Game:low=1:n=4:high=a:b:name=game:num_problems=3"
+    (entry,) = benchmark_entries({"benchmarks": (text,)})
+    assert (entry.kind, entry.target) == ("environment", "my.module:Game:low=1:high=a:b")
+    assert (entry.name, entry.settings) == ("game", {"n": 4, "name": "game", "num_problems": 3})
+    (entry,) = benchmark_entries({"benchmarks": ("environment:calculator:digits=2",)})
+    assert (entry.name, entry.target) == ("calculator", "calculator:digits=2")
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -122,6 +131,10 @@ def test_a_set_of_a_group_and_of_another_entry_counts_once():
         (("x.jsonl:m=1",), "'m' is not a setting of a file; choose from row_format"),
         (("my_package.module:n=2",), "'n' is not a setting of a module"),
         (("gsm8k:n=2:n=3",), "n is set twice"),
+        (("environment:calculators",), "environment.name='calculators' must be 'package.module:"),
+        (("environment:calculator:digits=1:digits=2",), "digits is set twice"),
+        (("environment:calculator:digits=2:n=0",), "n='0' must be a whole number"),
+        (("environment:calculator:digits=1", "environment:calculator"), "same name 'calculator'"),
         *[
             ((f"gsm8k:{wrong}",), f"{wrong.partition('=')[0]}=")
             for wrong in (

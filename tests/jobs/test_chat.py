@@ -41,14 +41,14 @@ def test_responses_cannot_control_the_terminal():
 def test_questions_that_are_not_utf8_are_refused():
     """In the locale C, Python reads such a byte as an unpaired surrogate, with no error."""
     questions = iter(["1+2", b"\xff".decode(errors="surrogateescape")])
-    found = chat._until_end(lambda: next(questions))
+    found = chat.lines_of(lambda: next(questions))
     assert next(found) == "1+2"
     with pytest.raises(UserError, match="standard input is not UTF-8 text"):
         next(found)
 
 
 def test_a_question_in_another_encoding_names_the_one_that_python_reads():
-    found = chat._until_end(lambda: "groß".encode().decode("ascii"))
+    found = chat.lines_of(lambda: "groß".encode().decode("ascii"))
     with pytest.raises(UserError, match="not text in ascii, which"):
         next(found)
 

@@ -99,7 +99,7 @@ def test_files_without_token_ids_are_refused(tmp_path):
         with pytest.raises(UserError, match=f"{name}.parquet cannot be read"):
             view.read_responses(tmp_path / f"{name}.parquet")
     empty = write_samples(tmp_path / "empty.parquet", [""])
-    with pytest.raises(UserError, match="has no response whose tokens were all sampled"):
+    with pytest.raises(UserError, match="has no response with a token"):
         view.read_responses(empty)
 
 
@@ -176,4 +176,59 @@ def test_a_browser_shades_marks_and_runs_no_text(page, tmp_path):
         assert browser.run("document.title") == "responses, shaded"
         browser.resize(400)
         assert browser.run("document.documentElement.scrollWidth") <= 400
+        assert browser.errors == []
+
+
+CALL = '<tool_call>{"name": "calculate"}</tool_call>'
+TURNS = ["1+", "46 x", "=46"]  # of the policy, the environment, the policy
+
+
+@pytest.fixture
+def episode(tmp_path, model):
+    """The page of one episode."""
+    mask = [True] * len(TURNS[0]) + [False] * len(TURNS[1]) + [True] * len(TURNS[2])
+    samples = write_samples(
+        tmp_path / "samples.parquet", ["".join(TURNS)], response_mask=[mask],
+        turn_rewards=[[0.0, 1.5]],
+    )  # fmt: skip
+    columns = view.find_columns([str(model)], None, samples)
+    file = tmp_path / "episode.html"
+    view.write_view(file, columns, ["problem 0"], stride=2, progress=lambda line: None)
+    return file
+
+
+@pytest.mark.slow
+def test_only_the_policys_own_tokens_of_an_episode_have_values(episode):
+    index = json.loads(re.search(r'id="index">(.*?)</script>', episode.read_text())[1])
+    cell = index["problems"][0]["cells"][0]
+    assert (cell["turns"], cell["rewards"], cell["ends"]) == ([2, 4, 3], [0, 1.5], [2, 4])
+    for name in ("entropy", "logprob"):
+        assert [value is None for value in cell[name]] == [False] * 2 + [True] * 4 + [False] * 3
+
+
+@pytest.mark.browser
+def test_a_browser_shows_an_episode_turn_by_turn(episode, tmp_path):
+    with open_page(episode, tmp_path / "profile") as browser:
+        body = "document.querySelector('#problems > details .columns > div')"
+        nodes = f"[...{body}.children].slice(2).map((n) => n.tagName + ' ' + n.textContent)"
+        assert browser.run(nodes) == [
+            "DIV turn 1, reward 0", "PRE 1+", "DETAILS answer: 46 x46 x", "DIV turn 2, reward 1.5",
+            "PRE =46",
+        ]  # fmt: skip
+        browser.run(CHOOSE % ("value", 2))
+        spans = f"[...{body}.querySelectorAll('pre.response span')]"
+        titles = browser.run(f"{spans}.map((n) => n.title.replace(/: .*/, ''))")
+        context = ["not the policy's"] * 4
+        assert titles == [*["tokens 1 to 2"] * 2, *context, *["tokens 3 to 4"] * 2,
+                          "after the last whole window"]  # fmt: skip
+        shaded = browser.run(f"{spans}.map((n) => n.style.background !== '')")
+        assert shaded == [True] * 2 + [False] * 4 + [True] * 2 + [False]
+        assert "5 tokens" in browser.run(f"{body}.textContent")
+        # Calls are folded in any form, and no text is lost.
+        for call in (CALL, '```json\n{"name": "f"}\n```', '<|python_tag|>{"name": "f"}', CALL[:30]):
+            text = json.dumps(f"so {call}")
+            show = "(from, to) => make('pre', '', text.slice(from, to))"
+            parts = f"(text => episode(text, [text.length], [null], {show}))({text})"
+            found = browser.run(f"{parts}.map((n) => [n.tagName, n.lastChild.textContent])")
+            assert found == [["DIV", "turn 1, reward none"], ["PRE", "so "], ["DETAILS", call]]
         assert browser.errors == []

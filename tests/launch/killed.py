@@ -27,6 +27,7 @@ PHASES = {
     "evaluate": "semrl_jax.evaluation.evaluator:Evaluator.evaluate",
     "generate": f"{SAMPLING}.source:Rounds.next",
     "part": f"{SAMPLING}.in_parts:InParts._part",
+    "turn": "semrl_jax.environments.pool:Episode.step",
     "score": "semrl_jax.rewards.pool:VerifierPool.submit",
     "update": "semrl_jax.training.learner:Learner.update",
     "rollouts": f"{RUNS}.run:write_rollouts",

@@ -109,6 +109,11 @@ THOROUGH = [
         f"--temperature=0.5 --top_p=0.9 --top_k=3 --system_prompt=0 --metrics {SMALL}",
         text="1+1\n",
     ),
+    Case(
+        "chat --policy={home}/model --environment=tests.environments.users:Vowels "
+        "--max_prompt_tokens=64 --max_response_tokens=64",
+        text="3\n",
+    ),
     Case("view --policy={home}/run --steps=0,2 --limit=1 --stride=4 --output={home}/steps.html"),
     Case(
         "view --policy={home}/run --samples={home}/generated/responses.parquet --show=all "

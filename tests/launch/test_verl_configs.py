@@ -17,6 +17,7 @@ import pytest
 from configs.default import get_config
 from semrl_jax.algorithms import grpo, ppo
 from semrl_jax.runs import validate
+from semrl_jax.settings.environment import Environment
 from semrl_jax.settings.rules import flatten
 
 RECORD = json.loads(
@@ -235,6 +236,10 @@ OURS_ALONE = {
     "seed": "the launcher fixes none",
     "metrics.layers": "the launcher measures the final layer",
     "data.reasoning_gym": "the launcher has none",
+    **dict.fromkeys(
+        (f"environment.{field.name}" for field in dataclasses.fields(Environment)),
+        "the launcher's runs have a single turn",
+    ),
     "metrics.of_groups": "the launcher has none",
     "metrics.drift_every": "the launcher has no reference",
     "metrics.probes": "the launcher has none",
@@ -248,6 +253,7 @@ OURS_ALONE = {
     "evaluation.data_dir": "files alone", "evaluation.shots": "zero-shot",
     "evaluation.shots_file": "zero-shot",
     "distributed.": "connection of processes", "sft.": "another command",
+    "environment.": "a single turn",
     "model.hidden_size": "of a random model", "model.intermediate_size": "of a random model",
     "model.num_": "of a random model", "model.tie_embeddings": "of a random model",
     "model.family": "that of config.json", "lora.": "all parameters are trained",
@@ -280,6 +286,7 @@ OURS_ALONE = {
     "algorithms.batch_rules.": "not in the release, off",
     **{f"algorithms.advantage.{name}": "of other algorithms" for name in OF_OTHERS},
     "algorithms.advantage.kl_reward_coefficient": "0: the KL is in the loss, as there",
+    "algorithms.advantage.credit": "of environments",
     "algorithms.advantage.kl_target": "of a KL in the reward",
     "algorithms.advantage.kl_horizon": "of a KL in the reward",
     "algorithms.loss.surrogate": "clip, the only one there",

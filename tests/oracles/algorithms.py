@@ -115,3 +115,50 @@ def surrogate_terms(name, logprobs, old, advantages, mask, *, low, high, dual, t
             if dual and a < 0 and terms[i, t] > -a * dual:
                 terms[i, t], changed[i, t] = -a * dual, True
     return terms, changed
+
+
+def turns(row):
+    """The positions of each turn, which is a run of True."""
+    found = []
+    for t, counts in enumerate(row):
+        if counts and (t == 0 or not row[t - 1]):
+            found.append([])
+        if counts:
+            found[-1].append(t)
+    return found
+
+
+def by_turn(estimate, rewards, mask, group_size):
+    """Advantages of the tokens of turns; `rewards` has a list per response, one for each turn.
+
+    `estimate(returns, lengths)` gets the returns of the turns t of a group.
+    """
+    found = np.zeros(np.shape(mask))
+    places = [turns(row) for row in mask]
+    for first in range(0, len(mask), group_size):
+        group = range(first, first + group_size)
+        for t in range(max(len(places[i]) for i in group)):
+            present = [i for i in group if t < len(places[i])]
+            returns = np.array([math.fsum(rewards[i][t:]) for i in present])
+            lengths = np.array([len(places[i][t]) for i in present])
+            for i, advantage in zip(present, estimate(returns, lengths)):
+                found[i, places[i][t]] = advantage
+    return found
+
+
+def generalized_by_turn(rewards, values, mask, gamma, lam):
+    """Returns of turns as steps, and advantages: the return less the value before each token.
+
+    `rewards` [B, T] may have parts at any token of a turn; they follow it undiscounted.
+    """
+    advantages, returns = np.zeros(np.shape(mask)), np.zeros(np.shape(mask))
+    for i, row in enumerate(mask):
+        next_value = next_advantage = 0.0
+        for places in reversed(turns(row)):
+            later = gamma * next_value + gamma * lam * next_advantage
+            for t in reversed(places):
+                later += float(rewards[i][t])
+                returns[i, t] = later
+                advantages[i, t] = later - float(values[i][t])
+            next_value, next_advantage = float(values[i][places[0]]), advantages[i, places[0]]
+    return advantages, returns

@@ -456,6 +456,38 @@ def test_a_verifier_that_compares_is_named_with_procedural_problems(rewards, nam
     assert not remarks(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment.name": ""}, "set both, or neither"),
+        ({"data.task": "arithmetic"}, "set both, or neither"),
+        ({"environment.name": "calculater"}, "a built-in environment: calculator"),
+        ({"environment.name": "calculator:terms=3:terms=2"}, "terms is set twice; keep one"),
+        ({"environment.max_turns": 0}, "environment.max_turns=0 must be above 0"),
+        ({"model.path": ""}, "model.path='': name a model whose tokenizer has a chat template"),
+        ({"data.template": "plain"}, "data.template='plain': leave it out: messages are"),
+        ({"data.system_prompt": "S"}, "data.system_prompt='S': leave it out"),
+        ({"rewards.function": "math"}, "rewards.function='math': leave it out"),
+        ({"rewards.functions": ("math",)}, r"rewards.functions=\('math',\): leave it out"),
+        ({"rollout.annealing.enabled": True}, "rollout.annealing.enabled=True: set it to False"),
+        ({"rollout.in_flight": "keep", "rollout.max_staleness": 2}, "in_flight='keep': set it to"),
+        ({"metrics.placement": "rollout"}, "metrics.placement='rollout': set it to 'trainer'"),
+        (
+            {"evaluation.metrics": True, "evaluation.metric_options.placement": "rollout"},
+            "evaluation.metric_options.placement='rollout': set it to 'trainer'",
+        ),
+    ],
+)
+def test_what_does_not_go_with_an_environment_is_refused(config, changes, message):
+    config.model.path = "a/model"
+    config.data.task = "environment"
+    config.environment.name = "calculator"
+    validate(config)
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(UserError, match=message):
+        validate(config)
+
+
 def test_remarks_are_printed_once_also_if_quiet(config, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("semrl_jax.runs.setup.remarks", lambda config: ["warning: a remark"])
     config.data.update(task="files", files=("nowhere.jsonl",))  # ends the run soon after

@@ -356,3 +356,21 @@ def test_a_run_older_than_a_setting_had_its_default(config, tmp_path):
     reopened = open_workdir(str(tmp_path / "run"), config)
     reopened.close()
     assert reopened.changed == ("rollout.top_p: 1.0 -> 0.5",)
+
+
+def test_characters_of_turns_are_recorded_unless_the_parts_make_another_text(tmp_path):
+    ids, mask = np.array([10, 11, 12, 9], np.int32), np.array([True, True, False, True])
+    rewards = np.zeros(2, np.float32)
+    item = make_scored(response_ids=ids, response_mask=mask, turn_rewards=rewards)
+    for step, separator in enumerate(("", ",")):
+        text = functools.partial(_joined_by, separator)
+        write_rollouts(tmp_path, step, Scored([item]), text)
+    found = [
+        pq.read_table(tmp_path / f"step_00000{step}.parquet")["turn_characters"].to_pylist()
+        for step in range(2)
+    ]
+    assert found == [[[4, 2, 1]], [[]]]
+
+
+def _joined_by(separator, ids):
+    return separator.join(map(str, ids))

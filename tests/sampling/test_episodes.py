@@ -24,6 +24,7 @@ class TwoTurns:
     """Two turns of the policy with a reply of three tokens between them; the page's example."""
 
     is_divisible = False
+    counters = {}  # noqa: RUF012 - has no events
 
     def play(self, draw, ask):
         first = {rollout.sample_id: rollout for rollout in ask(draw.requests)}
@@ -60,6 +61,9 @@ class Engine:
 
     def __init__(self):
         self.calls = []
+
+    def release(self):
+        pass
 
     def generate(self, requests, sampling, states, **options):
         self.calls.append((requests, sampling.max_tokens, options["version"]))

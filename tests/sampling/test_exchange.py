@@ -79,6 +79,9 @@ def scored(rng, index, measured, raw):
         finish_reason="eos", versions=(VersionSpan(version, 0, length),), replica_id="r",
         generate_s=0.1, response_mask=mask,
         effective_ranks=rng.normal(size=length // 2).astype(np.float32) if measured else None,
+        turn_rewards=rng.normal(size=index).astype(np.float32) if raw else None,
+        turn_effective_rank=np.array([np.nan, 2.5], np.float32)[:index] if raw else None,
+        environment_error="timeout: 2 s" * raw, environment_s=0.1 * index,
     )  # fmt: skip
     verdict = Verdict(0.5, True, False, None, "timeout: 2 s", {"a": 1 / 3, "b": -1.0})
     return ScoredRollout(rollout, "täxt\n\x00", "42", verdict)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from semrl_jax import data
-from semrl_jax.sampling.in_parts import InParts, continued, joined, stopped
+from semrl_jax.sampling.in_parts import InParts, continued
+from semrl_jax.sampling.splicing import cut, joined
 from semrl_jax.settings.rollout import longest_prompt, num_parts, part_tokens
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan, WeightVersion
 from tests.sampling.parts import made, sampler_of
@@ -65,15 +66,15 @@ def test_the_next_part_begins_after_the_tokens_before_with_other_random_numbers(
 
 def test_a_stopped_response_loses_its_later_tokens():
     whole = joined(part(10, 4, OLD), part(14, 4, NEW))
-    within, at_once = stopped(whole, 6), stopped(whole, 3)
+    within, at_once = cut(whole, 6, "stop"), cut(whole, 3, "stop")
     assert within.response_ids.tolist() == [10, 11, 12, 13, 14, 15]
     assert within.versions == (VersionSpan(OLD, 0, 4), VersionSpan(NEW, 4, 6))
     assert at_once.versions == (VersionSpan(OLD, 0, 3),)
     assert {within.finish_reason, at_once.finish_reason} == {"stop"}
     assert len(within.hidden_states) == len(within.rollout_logprobs) == 6
     ended = dataclasses.replace(whole, finish_reason="eos")
-    assert stopped(ended, 8) is ended
-    assert stopped(whole, 8).finish_reason == "stop"
+    assert cut(ended, 8, "stop") is ended
+    assert cut(whole, 8, "stop").finish_reason == "stop"
 
 
 def test_a_stop_string_may_span_two_parts():
@@ -92,8 +93,9 @@ def test_a_stop_string_may_span_two_parts():
     [("wait", 3, (1, 10, 12)), ("keep", 3, (3, 4, 20)), ("keep", 0, (1, 10, 12))],
 )
 def test_the_parts_and_the_longest_prompt(in_flight, lag, expected):
-    rollout = tiny_config().rollout
+    config = tiny_config()
+    rollout = config.rollout
     rollout.update(
         in_flight=in_flight, max_staleness=lag, max_prompt_tokens=12, max_response_tokens=10
     )
-    assert (num_parts(rollout), part_tokens(rollout), longest_prompt(rollout)) == expected
+    assert (num_parts(rollout), part_tokens(rollout), longest_prompt(config)) == expected

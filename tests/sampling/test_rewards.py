@@ -1,11 +1,13 @@
 """Rewards of the batch."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.runs import validate
-from semrl_jax.sampling.rewards import group_rewards
+from semrl_jax.sampling.rewards import group_rewards, turn_rewards
 from tests.fixtures import make_scored
 
 
@@ -19,6 +21,23 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere(config):
     np.testing.assert_array_equal(np.sort(shuffled.ravel()), plain.ravel())
     np.testing.assert_array_equal(shuffled, group_rewards(scored, config, 3))
     assert (shuffled != group_rewards(scored, config, 4)).any()
+
+
+def test_turns_go_where_the_rewards_of_their_episodes_go(config):
+    """A response without an environment, or whose environment failed, has none."""
+    scored = []
+    for index in range(16):
+        item = make_scored(index, score=float(index))
+        rewards = None if index == 2 else np.full(1 + index % 3, index, np.float32)
+        error = "timeout: 2 s" * (index == 3)
+        episode = {"turn_rewards": rewards, "environment_error": error}
+        scored.append(
+            dataclasses.replace(item, rollout=dataclasses.replace(item.rollout, **episode))
+        )
+    for config.rewards.shuffle in (False, True):
+        found = turn_rewards(scored, config, 3)
+        for index, rewards in zip(group_rewards(scored, config, 3).ravel().astype(int), found):
+            assert rewards.tolist() == [index] * (0 if index in (2, 3) else 1 + index % 3)
 
 
 def test_the_penalty_grows_over_the_buffer():

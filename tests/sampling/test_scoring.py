@@ -18,8 +18,9 @@ from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
 from semrl_jax.sampling.requests import Draw
 from semrl_jax.sampling.scoring import Scored, score_and_measure
+from semrl_jax.sampling.statistics import batch_scalars
 from semrl_jax.sampling.weights import Weights
-from semrl_jax.types import WeightVersion
+from semrl_jax.types import TURN_METRICS, WeightVersion
 from tests.cases import slow_after
 from tests.fixtures import make_scored
 from tests.sampling.parts import sampler_of
@@ -50,7 +51,7 @@ def score(rollouts, num_threads=2, layers=(-1,), **options):
     ):
         return score_and_measure(
             rollouts,
-            decode=lambda ids: f"\\boxed{{{ids[0]}}}",
+            decode=lambda rollout: f"\\boxed{{{rollout.response_ids[0]}}}",
             references={group: str(4 * group) for group in range(3)},
             verifier=verifier,
             measurer=measurer,
@@ -111,7 +112,7 @@ def test_states_are_measured_and_released_while_others_are_sampled():
         Watched(max_tokens=56, num_threads=2, **OPTIONS) as measurer,
     ):
         scored = score_and_measure(
-            sampled(), decode=lambda ids: "", references=dict.fromkeys(range(MAX_GROUP), "1"),
+            sampled(), decode=lambda rollout: "", references=dict.fromkeys(range(MAX_GROUP), "1"),
             verifier=verifier, measurer=measurer,
         )  # fmt: skip
     assert [len(column.value) for column in scored.metrics.values()] == [MAX_GROUP + 1] * 3
@@ -157,6 +158,46 @@ def test_only_policy_tokens_are_measured_in_each_layer():
     assert np.isfinite(found.mean_states).all()  # no row of context
 
 
+def test_the_turns_of_an_episode_are_measured_alone():
+    """Rank, velocity and acceleration of each: 14, 1 and 23 tokens of the policy; an only turn."""
+    mask = np.repeat([True, False, True, False, True], [14, 3, 1, 4, 23])
+    random = np.random.default_rng(2)
+    rollouts = []
+    for index, own in enumerate((mask, mask[:14], mask)):
+        states = random.normal(size=(len(own), 1, 16)).astype(np.float32)
+        made = make_scored(index, response_ids=np.full(len(own), index, np.int32)).rollout
+        states[~own] = np.nan
+        rollouts.append(
+            dataclasses.replace(
+                made,
+                hidden_states=states,
+                layers=(-1,),
+                response_mask=own,
+                turn_rewards=None if index == 2 else np.ones(3 if index == 0 else 1, np.float32),
+            )
+        )
+    scored = score(rollouts)
+    several, one, without = (item.rollout for item in scored)
+    names = list(TURN_METRICS)
+    assert all(getattr(without, name) is None for name in names)
+    for name, key in TURN_METRICS.items():
+        assert getattr(one, name).tolist() == [scored.metrics[key].value[1]]
+    found = np.array([getattr(several, name) for name in names])
+    for turn, own in ((0, slice(0, 14)), (2, slice(22, 45))):
+        expected = rank_series_f64(rollouts[0].hidden_states[own, 0], 4)
+        # float32 products, as above.
+        np.testing.assert_allclose(found[:2, turn], expected, rtol=1e-3)
+    assert np.isfinite(found[2, ::2]).all() and np.isnan(found[1:, 1]).all()  # one token
+    scalars = batch_scalars(scored, np.zeros((1, 3), np.float32))
+    for name, row in zip(names, found):
+        values = np.append(row, getattr(one, name))
+        label = TURN_METRICS[name].label
+        mean = scalars[f"metrics/{label}/turn/mean"]
+        np.testing.assert_allclose(mean, np.nanmean(values), rtol=1e-6)
+    columns = scored.columns(names)
+    np.testing.assert_array_equal(columns[names[0]][0], several.turn_effective_rank)
+
+
 def test_a_batch_of_several_layers_is_measured_by_layer():
     options = OPTIONS | {"dataset_stride": 2}
     means = np.random.default_rng(0).normal(size=(9, 2, 16)).astype(np.float32)
@@ -172,7 +213,7 @@ def test_a_batch_of_several_layers_is_measured_by_layer():
 def test_without_a_measurer_there_are_no_metrics():
     with VerifierPool(num_workers=1) as verifier:
         scored = score_and_measure(
-            make_rollouts(2), decode=lambda ids: "", references={0: "1"}, verifier=verifier,
+            make_rollouts(2), decode=lambda rollout: "", references={0: "1"}, verifier=verifier,
             measurer=None,
         )  # fmt: skip
     assert len(scored) == 2 and scored.metrics == {} and scored.mean_states is None
@@ -357,7 +398,9 @@ def sample_here(config, tokenizer, rollouts, verifier, references):
         config=config,
         tokenizer=tokenizer,
         end_token_ids=(tokenizer.eos_token_id,),
-        client=types.SimpleNamespace(generate=lambda *args, **kwargs: (r for r in rollouts)),
+        client=types.SimpleNamespace(
+            generate=lambda *args, **kwargs: (r for r in rollouts), release=lambda: None
+        ),
         verifier=verifier,
     )
     draw = Draw([], references, {})
@@ -395,7 +438,7 @@ def test_the_verifier_gets_the_row_of_each_prompt():
     verifier = Rows()
     score_and_measure(
         [item.rollout for item in map(make_scored, range(12))],
-        decode=lambda ids: "",
+        decode=lambda rollout: "",
         references={group: str(group) for group in range(3)},
         columns={0: '{"a": 0}', 2: '{"a": 2}'},
         verifier=verifier,

@@ -1,6 +1,7 @@
 """Dynamic sampling: which groups a step keeps, and where the next step begins to read."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import re
@@ -15,7 +16,7 @@ from semrl_jax.data.prompts import prompt_order
 from semrl_jax.runs import train, validate
 from semrl_jax.sampling.requests import TRAINING, stream_seed
 from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
-from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.scoring import Scored, score_and_measure
 from semrl_jax.sampling.selecting import Selecting, TooFewGroups, sample_until_kept
 from semrl_jax.sampling.source import Now, Rounds
 from semrl_jax.sampling.weights import Weights
@@ -42,6 +43,32 @@ def rounds_of(scores):
 
 def rewards_of(scored):
     return np.array([item.verdict.score for item in scored], np.float32).reshape(-1, SIZE)
+
+
+@pytest.mark.parametrize(("failure_score", "keep_by", "kept"), [
+    (-0.5, "reward", True), (-0.5, "correctness", False), (0.0, "reward", False),
+])  # fmt: skip
+def test_a_failed_episode_counts_in_its_group_with_its_score(failure_score, keep_by, kept):
+    """Three episodes without a reward and a failed one, whose earlier rewards do not count."""
+    rollouts = [
+        dataclasses.replace(
+            make_scored(index).rollout,
+            turn_rewards=np.array([3.0 if index == 2 else 0.0, 0.0], np.float32),
+            environment_error="timeout: 2 s" * (index == 2),
+        )
+        for index in range(SIZE)
+    ]
+    scored = score_and_measure(
+        rollouts, decode=lambda rollout: "", references={0: ""}, verifier=None, measurer=None,
+        failure_score=failure_score,
+    )  # fmt: skip
+    options = {"num_groups": 1, "max_rounds": 1, "keep_by": keep_by}
+    if kept:
+        found = sample_until_kept(lambda *_: scored, rewards_of, **options)
+        assert [item.verdict.score for item in found.scored] == [0, 0, failure_score, 0]
+    else:
+        with pytest.raises(TooFewGroups):
+            sample_until_kept(lambda *_: scored, rewards_of, **options)
 
 
 def kept_by_hand(scores, num_groups):

@@ -55,7 +55,7 @@ def test_a_call_and_the_graded_text_have_the_same_stop_strings(config, stop_stri
         weights=Weights(0, lambda: iter(()), False, WeightVersion("run", "attempt", 0, "digest")),
         config=config, tokenizer=tokenizer, end_token_ids=(1,),
         verifier=Recording(),
-        client=types.SimpleNamespace(generate=generate),
+        client=types.SimpleNamespace(generate=generate, release=lambda: None),
     )  # fmt: skip
     options = {"temperature": 1.0, "arrived": lambda rollout: None, "stop_strings": stop_strings}
     (scored,) = sampler.sample_here(Draw([], {0: "7"}, {}), **options)

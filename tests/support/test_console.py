@@ -189,3 +189,15 @@ def test_each_benchmark_has_a_line():
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_the_line_of_a_step_with_an_environment():
+    scalars = {
+        "reward/correct": 0.25, "reward/mean": 0.25, "response/length/mean": 120.0,
+        "episode/turns/mean": 2.25, "episode/failed_fraction": 0.0, "time/environment_s": 3.21,
+        "metrics/effective_rank/mean": 20.0, "time/step_s": 9.8,
+    }  # fmt: skip
+    begin = "step    3/10  correct 25.0%  reward +0.25  length 120  turns 2.2  env 3.2 s"
+    assert summary_line(3, 10, scalars, None) == f"{begin}  ER 20.0  9.8 s"
+    failed = summary_line(3, 10, scalars | {"episode/failed_fraction": 0.5}, None)
+    assert failed == f"{begin}  failed 50.0%  ER 20.0"  # the time does not fit

@@ -31,6 +31,15 @@ def test_a_response_that_was_cut_off_is_not_trained_on(config):
     assert mask[1].any() and not trained[1].any()
 
 
+def test_rewards_of_turns_are_at_their_last_tokens():
+    masks = [np.array(mask, bool) for mask in ([1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0])]
+    batch = batch_of([(1, 4)] * 3, masks)
+    rewards = [np.array(given, np.float32) for given in ([2, 3], [4, 5, 6], [])]
+    found = credited_tokens(batch, [make_scored(i) for i in range(3)], rewards).turn_rewards
+    assert found[:, :4].tolist() == [[2, 0, 0, 3], [0, 4, 0, 5], [0, 0, 0, 0]]
+    assert not found[:, 4:].any()
+
+
 PLAIN = {"old": NONE, "reference": NONE, "corrects": NONE}
 
 

@@ -583,7 +583,9 @@ function card(sample, isChosen, group) {
   return make("div", isChosen ? "chosen" : "",
     make("h3", "", who, make("span", sample.correct ? "correct" : "wrong",
       sample.correct ? "✓ correct" : "✗ wrong"), ` #${sample.sample}`),
-    withTemplate(sample.response), facts,
+    ...(sample.rewards.length ? episode(sample.response, sample.turns, sample.rewards,
+      (from, to) => withTemplate(sample.response.slice(from, to)))
+      : [withTemplate(sample.response)]), facts,
     ...sparkline("log-probability of the tokens", sample.logprobs, group.map((s) => s.logprobs)),
     ...sparkline("effective rank of the growing response", sample.ranks,
       group.map((s) => s.ranks)));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pathlib
@@ -23,17 +24,19 @@ MAX_BYTES = 6 * 2**20  # of the texts of all responses
 MAX_FILES = 5  # of a run, of training and of evaluations each
 MAX_RESPONSES = 256  # of a file
 MAX_CHARACTERS = 4000  # of a response or a prompt
+MIN_CHARACTERS = 100  # of a turn of an episode
 MAX_ANSWER = 300  # characters of an answer or an error
 NUM_POINTS = 60  # of a line of values along a response
 TRAINING = "training"
 COLUMNS = (
     "run", "source", "step", "group", "sample", "prompt", "response", "reference", "extracted",
-    "score", "correct", "error", "finish", "tokens", "logprobs", "ranks", "metrics",
+    "score", "correct", "error", "finish", "tokens", "logprobs", "ranks", "turns", "rewards",
+    "metrics",
 )  # fmt: skip
 NEEDED = "step", "sample_index", "prompt", "response", "score", "correct"
 OPTIONAL = (
     "reference", "extracted", "verifier_error", "finish_reason", "rollout_logprobs",
-    "effective_ranks", METRICS,
+    "response_mask", "turn_rewards", "turn_characters", "effective_ranks", METRICS,
 )  # fmt: skip
 
 
@@ -155,7 +158,10 @@ class _Found:
     def _row(self, run: int, source: str, group: int, row: dict[str, Any]) -> list[Any]:
         self._num_cut += max(len(row["response"]), len(row["prompt"])) > MAX_CHARACTERS
         prompt = cut(row["prompt"], MAX_CHARACTERS)
+        turns = _turns(row["response"], row.get("turn_characters") or ())
         logprobs = row.get("rollout_logprobs") or []
+        if mask := row.get("response_mask"):
+            logprobs = list(itertools.compress(logprobs, mask))
         return [
             run,
             str(source),
@@ -163,7 +169,7 @@ class _Found:
             int(group),
             int(row["sample_index"]),
             self.prompts.setdefault(prompt, len(self.prompts)),
-            cut(row["response"], MAX_CHARACTERS),
+            "".join(turns),
             _short(row.get("reference")),
             _short(row.get("extracted")),
             rounded(row["score"]),
@@ -173,6 +179,8 @@ class _Found:
             len(logprobs),
             _line(logprobs),
             _line(row.get("effective_ranks") or []),
+            [len(turn) for turn in turns],
+            [rounded(reward) for reward in row.get("turn_rewards") or ()],
             [_metric(row.get(name)) for name in self.metric_names],
         ]
 
@@ -193,6 +201,15 @@ class _Found:
         if self.unreadable:
             note += f" Unreadable: {', '.join(self.unreadable)}."
         return note + " rollouts/ has all of them."
+
+
+def _turns(response: str, lengths: Sequence[int]) -> list[str]:
+    """The response in parts of these lengths, or as one; a longer one is cut in each part."""
+    ends = list(itertools.accumulate(lengths))
+    turns = [response[end - length : end] for end, length in zip(ends, lengths)] or [response]
+    if len(response) <= MAX_CHARACTERS:
+        return turns
+    return [cut(turn, max(MAX_CHARACTERS // len(turns), MIN_CHARACTERS)) for turn in turns]
 
 
 def _short(text: str | None) -> str | None:

@@ -103,6 +103,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._attempt_id = attempt_id
         self._waits = Waits(**waits)
         self._counters = Counters()
+        self._homes: dict[int, int] = {}  # see `dispatch`
         self._expected: dict[str, str | int] = {}
         self._token = token
         self._authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
@@ -266,6 +267,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         version: WeightVersion,
         metrics: MetricParams | None = None,
         groups_per_call: int = 0,
+        keep: bool = False,
         resync: Callable[[], WeightVersion] | None = None,
         read: Callable[[], Iterable[np.ndarray]] | None = None,
     ) -> Iterator[Rollout]:
@@ -288,6 +290,7 @@ class RolloutClient(contextlib.AbstractContextManager):
           metrics: what the replicas measure; fills `metrics` and `mean_state` of the rollouts. The
             hidden states need not be sent.
           groups_per_call: 0: every replica gets one call of an equal part.
+          keep: see `GenerateCall.keep`; ends with `release`, or with the weights.
           resync: called if no replica serves `version` any more, for example after a restart. It
             should call `sync_weights` with the same weights, which gives the same version.
           read: starts a pass over the arrays of `version`, as for `sync_weights`. Replicas that
@@ -300,7 +303,9 @@ class RolloutClient(contextlib.AbstractContextManager):
           UserError, ValueError: a replica refuses the call permanently, or does not offer what it
             asks for.
         """
-        call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
+        call = codec.GenerateCall(
+            tuple(requests), sampling, hidden_states, version, metrics, keep=keep
+        )
 
         def restore(replica: Replica, ended: threading.Event, reading: threading.Lock) -> None:
             self._restore(replica, version, read, ended, reading)
@@ -318,9 +323,16 @@ class RolloutClient(contextlib.AbstractContextManager):
             self._waits,
             self._closed,
             groups_per_call=groups_per_call,
+            homes=self._homes,
             resync=resync and resync_once,
             restore=restore if read and self._specs else None,
         )
+
+    def release(self) -> None:
+        """Frees what a replica of this process keeps. Others keep it until new weights come."""
+        self._homes.clear()
+        if self._local is not None:
+            self._local.release()
 
     def _await_replica(self, replica: Replica, deadline: float) -> None:
         last_report = started = time.monotonic()

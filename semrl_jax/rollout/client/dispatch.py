@@ -10,7 +10,8 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import grpc
 
@@ -30,12 +31,20 @@ _MAX_NAMED = 4  # replicas in a line about a wait
 _STATUS_TIMEOUT_S = 1.0  # for a replica to say what it does, for such a line
 
 
-def split_by_group(requests: Sequence[SampleRequest], num_parts: int) -> list[list[SampleRequest]]:
-    """Assigns whole groups to the parts in turn; depends on the order of the requests only."""
+def split_by_group(
+    requests: Sequence[SampleRequest],
+    num_parts: int,
+    homes: Mapping[int, int] = MappingProxyType({}),
+) -> list[list[SampleRequest]]:
+    """Assigns whole groups to the parts in turn, or to their home if they have one.
+
+    Depends on the order of the requests and the homes only.
+    """
     part_of: dict[int, int] = {}
     parts: list[list[SampleRequest]] = [[] for _ in range(num_parts)]
     for request in requests:
-        part = part_of.setdefault(request.group_id, len(part_of) % num_parts)
+        group = request.group_id
+        part = part_of.setdefault(group, homes.get(group, len(part_of)) % num_parts)
         parts[part].append(request)
     return parts
 
@@ -62,6 +71,7 @@ def dispatch(
     client_closed: threading.Event,
     *,
     groups_per_call: int = 0,
+    homes: dict[int, int] | None = None,
     resync: Callable[[], WeightVersion] | None = None,
     restore: Callable[[Replica, threading.Event, threading.Lock], None] | None = None,
 ) -> Iterator[Rollout]:
@@ -69,12 +79,22 @@ def dispatch(
 
     Args:
       replicas: returns the present replicas; a sync within `resync` may change them.
+      homes: by group, the number of the replica that keeps its caches; a call that keeps adds its
+        groups. Only without `groups_per_call`.
       restore: gives the weights of the call to one replica, which it sets aside if that fails. It
         runs in a thread, during the other replicas' calls. It reads the weights while it holds the
         lock, and ends soon after the event is set.
     """
     dispatcher = _Dispatcher(
-        call, replicas, counters, waits, client_closed, groups_per_call, resync, restore
+        call,
+        replicas,
+        counters,
+        waits,
+        client_closed,
+        groups_per_call,
+        resync,
+        restore,
+        {} if homes is None else homes,
     )
     with contextlib.closing(dispatcher):
         yield from dispatcher.run()
@@ -109,6 +129,7 @@ class _Dispatcher:
     _groups_per_call: int
     _resync: Callable[[], WeightVersion] | None
     _restore: Callable[[Replica, threading.Event, threading.Lock], None] | None
+    _homes: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         self._pending = {request.sample_id for request in self._call.requests}
@@ -172,8 +193,11 @@ class _Dispatcher:
         if self._groups_per_call:
             self._queue.extend(map(_Unit, split_into_calls(requests, self._groups_per_call)))
         elif ready := self._serving():
-            for replica, part in zip(ready, split_by_group(requests, len(ready))):
+            parts = split_by_group(requests, len(ready), self._homes)
+            for number, (replica, part) in enumerate(zip(ready, parts)):
                 self._start(replica, _Unit(part))
+                if self._call.keep:
+                    self._homes |= dict.fromkeys((r.group_id for r in part), number)
         else:
             self._backlog = list(requests)
 

@@ -117,6 +117,9 @@ class LocalReplica(Replica):
             update.cancel()
             raise
 
+    def release(self) -> None:
+        self._engine.release()
+
     def close(self) -> None:
         with self._closing:
             if self._is_closed:

@@ -91,6 +91,9 @@ class Engine(abc.ABC):
     async def abort(self) -> None:
         """Ends the running `generate` calls, which yield unfinished responses as "aborted"."""
 
+    def release(self) -> None:
+        """Frees what was kept for later calls, see `GenerateCall.keep`; it need not keep any."""
+
     def check(self) -> None:
         """Raises EngineDeadError if the engine has died. Called every second; must be quick."""
 

@@ -1,7 +1,8 @@
 """Batched decoding of one Generate call: jitted programs of fixed shapes, run by a host loop.
 
 Each slot of the batch holds the KV cache of one response. A row of G slots shares the cache of a
-prompt, which is then computed, kept and read once for them. Every step of the loop
+prompt, which is then computed, kept and read once for them. A call may leave these caches for the
+next one and begin with those of earlier calls: see keeping.py. Every step of the loop
 
 1. prefills waiting prompts, each once, and inserts their responses into free slots
    (`prefill_and_insert`),
@@ -28,7 +29,8 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -40,6 +42,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from semrl_jax.data import StopMatcher
 from semrl_jax.models import DATA_AXES, KVCache, Params, Policy
 from semrl_jax.models.sharding import activation_spec
+from semrl_jax.rollout.engines.keeping import Kept, Piece, insert, keep
 from semrl_jax.rollout.engines.sampling import (
     SamplingKind,
     SamplingValues,
@@ -58,6 +61,8 @@ SHORT_PROMPT = 32  # columns, up to which their number is a power of two
 MAX_PROMPT_STATE_BYTES = 2**30  # of prompt states on the device, per prefill
 FIRST_RESPONSE_COLUMNS = 128  # of the cache; more when the responses need them
 MIN_END_TOKENS = 8  # smallest padded number of end tokens
+MAX_EXTENSION = 16  # tokens that a program adds to each slot; long ones are added in parts
+MIN_EXTENSION = 4  # their number is a multiple
 SHRINK = 0.6  # of the time of a step, at most, where the slots are arranged anew
 MAX_PROGRAMS = 512  # compiled programs that this process keeps; some MB each
 
@@ -190,6 +195,39 @@ def prefill_and_insert(
         active=slots.active | begins,
     )
     return _with_sharding(slots, policy.mesh), all_states.astype(jnp.dtype(prompt_states.dtype))
+
+
+@compiled_once
+@functools.partial(jax.jit, static_argnames="policy", donate_argnames="slots")
+def extend_slots(
+    params: Params,
+    slots: Slots,
+    token_ids: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+    column: Int[Array, ""],
+    *,
+    policy: Policy,
+) -> Slots:
+    """Adds tokens to the prompts of slots: the last `counts[b]` of a row; 0 leaves it as it is.
+
+    They are written to the response columns from `column` on.
+    """
+    index = jnp.arange(token_ids.shape[1])[None] - (token_ids.shape[1] - counts)[:, None]
+    positions = jnp.where(index >= 0, slots.num_prompt[:, None] + index, -1)
+    final_states, layer_inputs, cache = policy.extend(
+        params, token_ids, positions, column, slots.cache, slots.prompts
+    )
+
+    def chosen(new, old):
+        return jnp.where((counts > 0).reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    slots = slots._replace(
+        cache=cache,
+        final_states=chosen(final_states, slots.final_states),
+        layer_inputs=chosen(layer_inputs, slots.layer_inputs),
+        num_prompt=slots.num_prompt + counts,
+    )
+    return _with_sharding(slots, policy.mesh)
 
 
 @compiled_once
@@ -380,7 +418,9 @@ def _resize_shard(
     )
 
 
-_JITTED = (empty_slots, prefill_and_insert, decode_chunk, resize_slots)
+_JITTED = (
+    empty_slots, prefill_and_insert, extend_slots, decode_chunk, resize_slots, keep, insert,
+)  # fmt: skip
 
 
 def _limit_programs() -> None:
@@ -388,6 +428,11 @@ def _limit_programs() -> None:
     if sum(function._cache_size() for function in _JITTED) > MAX_PROGRAMS:
         for function in _JITTED:
             function.clear_cache()
+
+
+def _key(request: SampleRequest) -> tuple[int, int]:
+    """The random key of its noise."""
+    return request.seed >> 32, request.seed & 0xFFFFFFFF
 
 
 class _Arrangement(NamedTuple):
@@ -404,11 +449,33 @@ class _Arrangement(NamedTuple):
 @dataclasses.dataclass
 class _Response:
     request: SampleRequest
+    prompt: bytes  # token ids in the row of its slot
     # Per chunk: token ids, log-probabilities, raw log-probabilities and hidden states.
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
     num_tokens: int = 0  # in the pieces
     prompt_states: np.ndarray | None = None  # [P, K, D], if asked for
     matcher: StopMatcher | None = None  # if the call has stop strings
+    begin: Kept | None = None  # what it continues
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens in the row of its slot."""
+        return self.begin.num_prompt if self.begin else len(self.request.prompt_ids)
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of its prompt that are in its slot from the start."""
+        return len(self.begin.token_ids) - self.begin.num_prompt
+
+    @property
+    def added(self) -> Int[np.ndarray, " N"]:
+        """The other tokens of its prompt."""
+        return self.request.prompt_ids[len(self.begin.token_ids) :]
+
+    @property
+    def token_ids(self) -> Int[np.ndarray, " T"]:
+        """Its prompt and all tokens that were sampled."""
+        return np.concatenate([self.request.prompt_ids, *(piece[0] for piece in self.pieces)])
 
 
 class DecodingCall:
@@ -421,6 +488,10 @@ class DecodingCall:
         that costs less.
       chunk: tokens generated per step and slot.
       new_matcher: makes the matcher of a response; None if the call has no stop strings.
+      kept: by sample id, caches with which requests of the call begin.
+
+    Attributes:
+      kept: those that the call leaves; complete once it is `done`.
     """
 
     def __init__(
@@ -432,6 +503,7 @@ class DecodingCall:
         max_batch: int,
         chunk: int,
         new_matcher: Callable[[], StopMatcher] | None = None,
+        kept: Mapping[str, Kept] = MappingProxyType({}),
     ):
         _limit_programs()
         self._policy = policy
@@ -446,17 +518,32 @@ class DecodingCall:
         self._chunk = chunk
         self._new_matcher = new_matcher
         self._started = time.monotonic()
-        self._waiting = collections.deque(call.requests)
-        longest_prompt = max(len(request.prompt_ids) for request in call.requests)
-        self._prompt_columns = prompt_columns(longest_prompt)
         shape = {} if policy.mesh is None else policy.mesh.shape
         self._num_shards = math.prod(shape.get(axis, 1) for axis in DATA_AXES)
         self._max_batch = max_batch
-        self._next_column = 0  # of the ring of response columns
-        self._response_columns = self._columns_for(chunk)
-        by_prompt = itertools.groupby(call.requests, lambda request: request.prompt_ids.tobytes())
-        responses = [len(list(requests)) for _, requests in by_prompt]
         num_slots = min(max_batch, len(call.requests))
+        # Then all responses begin together, and no column is used again before the end.
+        can_keep = num_slots == len(call.requests) and self._num_shards == 1
+        can_keep &= not self._prompt_states.layers
+        self._keeps = can_keep and call.keep
+        self.kept: dict[str, Kept] = {}
+        self._ended: list[tuple[int, _Response]] = []  # with their slots, if they are to be kept
+        responses = [_Response(request, request.prompt_ids.tobytes()) for request in call.requests]
+        for response in responses if can_keep else ():
+            if found := kept.get(response.request.sample_id):
+                response.begin, response.prompt = found, found.prompt
+        self._continued = [response for response in responses if response.begin]
+        self._waiting = collections.deque(each for each in responses if not each.begin)
+        self._prompt_columns = prompt_columns(max(each.num_shared for each in responses))
+        # Columns before the first token: those of earlier turns, and of what follows them.
+        self._num_kept = max((each.num_kept for each in self._continued), default=0)
+        num_added = max((len(each.added) for each in self._continued), default=0)
+        self._num_added = -(-num_added // MIN_EXTENSION) * MIN_EXTENSION
+        self._first_column = self._num_kept + self._num_added
+        self._next_column = self._first_column  # of the ring of response columns
+        self._response_columns = self._columns_for(self._first_column + chunk)
+        by_prompt = itertools.groupby([*self._continued, *self._waiting], lambda each: each.prompt)
+        responses = [len(list(group)) for _, group in by_prompt]
         if num_slots < len(call.requests):  # a slot that is free takes any prompt
             responses = [1] * num_slots
         # Rows of `group` slots each, which share the cache of a prompt.
@@ -471,12 +558,13 @@ class DecodingCall:
 
     @property
     def done(self) -> bool:
-        return not self._waiting and not any(self._running)
+        return not self._continued and not self._waiting and not any(self._running)
 
     @property
     def num_slots(self) -> int:
         """How many slots the next step needs, before they are rounded up."""
-        num_responses = len(self._waiting) + sum(map(bool, self._running))
+        num_waiting = len(self._continued) + len(self._waiting)
+        num_responses = num_waiting + sum(map(bool, self._running))
         return min(num_responses, self._max_batch)
 
     @property
@@ -488,6 +576,8 @@ class DecodingCall:
         """Prefills, generates one chunk, and returns the responses that ended, in slot order."""
         if self._slots is None:
             self._begin()
+            if self._continued:
+                self._continue()
         self._prefill()
         self._resize()
         self._slots, chunk = decode_chunk(
@@ -503,13 +593,17 @@ class DecodingCall:
             num_tokens=self._chunk,
         )
         self._next_column = (self._next_column + self._chunk) % self._response_columns
-        return self._collect(chunk)
+        ended = self._collect(chunk)
+        if self.done:
+            self._keep_ended()
+            self._slots = None
+        return ended
 
     def abort(self) -> list[Rollout]:
         """Ends the call and returns all remaining responses as "aborted", with their tokens."""
-        rest = [response for response in self._running if response]
-        rest += [_Response(request) for request in self._waiting]
+        rest = [*filter(None, self._running), *self._continued, *self._waiting]
         self._running = [None] * len(self._running)
+        self._continued.clear()
         self._waiting.clear()
         return [self._rollout(response, "aborted") for response in rest]
 
@@ -521,6 +615,53 @@ class DecodingCall:
             num_prompt_columns=self._prompt_columns,
             columns=self._response_columns,
         )
+
+    def _continue(self) -> None:
+        """Puts kept caches into slots, and adds the other tokens of these prompts."""
+        num_rows, group, batch = *self._arrangement, self._arrangement.batch
+        num_placed = 0  # rows
+        for _, responses in itertools.groupby(self._continued, lambda each: each.prompt):
+            for slot, response in enumerate(responses, num_placed * group):
+                self._running[slot] = response
+            num_placed = slot // group + 1
+        placed = [(slot, response) for slot, response in enumerate(self._running) if response]
+        self._continued = []
+        num_prompt, counts = np.zeros((2, batch), np.int32)
+        keys, is_active = np.zeros((batch, 2), np.uint32), np.zeros(batch, bool)
+        token_ids = np.zeros((batch, self._num_added), np.int32)
+        for slot, response in placed:
+            response.matcher = self._new_matcher() if self._new_matcher else None
+            num_prompt[slot], counts[slot] = len(response.begin.token_ids), len(response.added)
+            token_ids[slot, -len(response.added) :] = response.added
+            keys[slot], is_active[slot] = _key(response.request), True
+        caches = Piece(self._slots.prompts, self._slots.cache)
+        for piece in {id(each.begin.piece): each.begin.piece for _, each in placed}.values():
+            rows, slots = np.full(num_rows, -1, np.int32), np.full(batch, -1, np.int32)
+            for slot, response in placed:
+                if response.begin.piece is piece:
+                    rows[slot // group], slots[slot] = response.begin.row, response.begin.slot
+            caches = insert(*caches, piece, rows, slots, mesh=self._policy.mesh)
+        for _, response in placed:  # frees the memory
+            response.begin = dataclasses.replace(response.begin, piece=None)
+        vectors = {"num_prompt": num_prompt, "keys": keys, "active": is_active}
+        self._slots = self._slots._replace(
+            prompts=caches.prompts,
+            cache=caches.cache,
+            **{
+                name: jax.device_put(vector, getattr(self._slots, name).sharding)
+                for name, vector in vectors.items()
+            },
+        )
+        for end in range(self._num_added, 0, -MAX_EXTENSION)[::-1]:
+            start = max(end - MAX_EXTENSION, 0)
+            self._slots = extend_slots(
+                self._params,
+                self._slots,
+                token_ids[:, start:end],
+                np.clip(counts - (self._num_added - end), 0, end - start),
+                np.int32(self._num_kept + start),
+                policy=self._policy,
+            )
 
     def _prefill(self) -> None:
         num_rows, group, batch = *self._arrangement, self._arrangement.batch
@@ -542,18 +683,16 @@ class DecodingCall:
         begins = np.zeros(batch, bool)
         keys = np.zeros((batch, 2), np.uint32)
         for row in free:
-            prompt = self._waiting[0].prompt_ids.tobytes() if self._waiting else None
+            prompt = self._waiting[0].prompt if self._waiting else None
             if prompt is None or (prompt not in rows and len(rows) == max_prompts):
                 break
             source[row] = rows.setdefault(prompt, len(rows))
             for slot in rows_of_slots[row]:
-                if not self._waiting or self._waiting[0].prompt_ids.tobytes() != prompt:
+                if not self._waiting or self._waiting[0].prompt != prompt:
                     break
-                request = self._waiting.popleft()
-                begins[slot] = True
-                keys[slot] = request.seed >> 32, request.seed & 0xFFFFFFFF
-                matcher = self._new_matcher() if self._new_matcher else None
-                self._running[slot] = _Response(request, matcher=matcher)
+                response = self._running[slot] = self._waiting.popleft()
+                begins[slot], keys[slot] = True, _key(response.request)
+                response.matcher = self._new_matcher() if self._new_matcher else None
         # On accelerators a few rows cost little, and each number of rows compiles for seconds.
         least = num_rows // 4 if self._policy.tokens_per_read > 1 else 0
         num_rows = next_power_of_two(max(len(rows), least, MIN_BATCH))
@@ -592,6 +731,7 @@ class DecodingCall:
     def _resize(self) -> None:
         """Widens the cache if the next chunk needs it; drops idle slots if no prompt waits."""
         longest = max((response.num_tokens for response in self._running if response), default=0)
+        longest += self._first_column
         columns = self._columns_for(longest + self._chunk)
         if columns < self._response_columns < 2 * columns:
             columns = self._response_columns
@@ -609,6 +749,7 @@ class DecodingCall:
         kept = np.arange(num_slots) + np.zeros((self._num_shards, 1), int)
         kept_rows = np.arange(num_rows) + np.zeros((self._num_shards, 1), int)
         if cheapest != now:
+            self._keep_ended()
             rows = cheapest.rows // self._num_shards
             kept = np.full((self._num_shards, rows, cheapest.group), now.batch)
             kept_rows = np.full((self._num_shards, rows), now.rows)
@@ -648,7 +789,7 @@ class DecodingCall:
             slots = collections.defaultdict(list)
             for slot in shard:
                 if response := self._running[slot]:
-                    slots[response.request.prompt_ids.tobytes()].append(int(slot - shard[0]))
+                    slots[response.prompt].append(int(slot - shard[0]))
             found.append(list(slots.values()))
         return found
 
@@ -679,7 +820,7 @@ class DecodingCall:
     def _columns_for(self, num_tokens: int) -> int:
         """The least number of columns with room: 128, 192, 256, ... or the token limit."""
         columns = next_size(num_tokens, FIRST_RESPONSE_COLUMNS)
-        return min(columns, self._call.sampling.max_tokens)
+        return columns if self._first_column else min(columns, self._call.sampling.max_tokens)
 
     def _collect(self, chunk: Chunk) -> list[Rollout]:
         """Adds a chunk to the running responses; returns and removes those that ended."""
@@ -699,6 +840,8 @@ class DecodingCall:
             response.num_tokens += num_new
             if is_stopped or not active[slot]:
                 self._running[slot] = None
+                if self._keeps:
+                    self._ended.append((slot, response))
                 last_token = int(chunk.token_ids[slot, num_new - 1])
                 ended.append(self._rollout(response, self._finish_reason(last_token, is_stopped)))
         is_running = np.array([response is not None for response in self._running])
@@ -706,6 +849,35 @@ class DecodingCall:
             kept = jax.device_put(active & is_running, self._slots.active.sharding)
             self._slots = self._slots._replace(active=kept)
         return ended
+
+    def _keep_ended(self) -> None:
+        """Copies the caches of responses that have ended since the last time."""
+        ended, self._ended = self._ended, []
+        if not ended:
+            return
+        group = self._arrangement.group
+        row_of = {row: i for i, row in enumerate({slot // group: None for slot, _ in ended})}
+        rows = np.full(next_size(len(row_of), 1), self._arrangement.rows, np.int32)
+        rows[: len(row_of)] = list(row_of)
+        slots = np.full(next_size(len(ended), MIN_BATCH), self._arrangement.batch, np.int32)
+        starts, ends = np.zeros((2, len(slots)), np.int32)
+        for i, (slot, response) in enumerate(ended):
+            slots[i], starts[i], ends[i] = slot, response.num_shared, len(response.token_ids)
+        longest = next_size(int((ends - starts).max()), FIRST_RESPONSE_COLUMNS)
+        piece = keep(
+            self._slots.prompts,
+            self._slots.cache,
+            rows,
+            slots,
+            starts,
+            ends,
+            columns=min(longest, self._response_columns),
+            mesh=self._policy.mesh,
+        )
+        for i, (slot, response) in enumerate(ended):
+            self.kept[response.request.sample_id] = Kept(
+                piece, row_of[slot // group], i, response.token_ids, response.num_shared
+            )
 
     def _finish_reason(self, last_token: int, is_stopped: bool) -> FinishReason:
         if last_token in self._call.sampling.eos_token_ids:

@@ -30,6 +30,7 @@ from semrl_jax.models import (
 )
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.decoding import DecodingCall
+from semrl_jax.rollout.engines.keeping import Kept
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support.programs import is_one_cpu, num_side_by_side
 from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
@@ -110,6 +111,7 @@ class JaxEngine(Engine):
         self._in_parts = is_one_cpu(mesh)
         self._parallel = num_side_by_side(mesh)
         self._parts = concurrent.futures.ThreadPoolExecutor(self._parallel, "jax-engine-part")
+        self._kept: list[dict[str, Kept]] = []  # by call, then by sample id; see keeping.py
         self._num_aborts = 0  # a call that began before the last abort is ended by it
 
     def describe(self) -> ReplicaDescription:
@@ -119,7 +121,7 @@ class JaxEngine(Engine):
         loop = asyncio.get_running_loop()
         num_aborts = self._num_aborts
         async with self._one_call:  # calls never share a batch
-            calls = await loop.run_in_executor(self._thread, self._start, call)
+            parts = calls = await loop.run_in_executor(self._thread, self._start, call)
             ended: list[Rollout] = []
             while calls or ended:
                 is_aborted = self._num_aborts > num_aborts
@@ -127,12 +129,18 @@ class JaxEngine(Engine):
                 for rollout in ended:  # the devices go on while these are sent
                     yield rollout
                 ended = await step
-                calls = [call for call in calls if not call.done]
+                calls = [part for part in calls if not part.done]
+                if not calls:  # before the last ones are sent: the client may end the call then
+                    self._keep(parts)
 
     def expected_tensors(self) -> Sequence[TensorSpec]:
         return tensor_specs(self._policy.config, "float32")
 
+    def release(self) -> None:
+        self._kept = []
+
     def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
+        self.release()  # the memory is needed for these weights
         params = UnstackedParams(self._policy.config, self._shardings, self._policy.compute_dtype)
         self._staged = _StagedWeights(specs, params, self._device_lock)
         return self._staged
@@ -149,6 +157,7 @@ class JaxEngine(Engine):
 
     async def commit_weight_update(self, version: WeightVersion) -> None:
         staged, self._staged = self._staged, None
+        self.release()  # what was kept since the update began
         # Waits for the program that runs, then for the last tensors on the devices.
         loop = asyncio.get_running_loop()
         self._params = await loop.run_in_executor(self._thread, staged.finish)
@@ -169,6 +178,7 @@ class JaxEngine(Engine):
         stop_strings, new_matcher = call.sampling.stop_strings, None
         if stop_strings:
             new_matcher = functools.partial(StopMatcher, self._tokens, stop_strings)
+        kept = self._taken(call)
         num_requests = len(call.requests)
         num_parts = max(1, min(self._parallel, min(num_requests, self._max_batch) // MIN_PART))
         max_batch = self._max_batch // num_parts
@@ -186,9 +196,29 @@ class JaxEngine(Engine):
                 max_batch=max_batch,
                 chunk=self._chunk,
                 new_matcher=new_matcher,
+                kept=kept,
             )
             for start, end in itertools.pairwise(ends)
         ]
+
+    def _taken(self, call: GenerateCall) -> dict[str, Kept]:
+        """What was kept for requests of this call; the calls that kept it keep nothing more."""
+        ids = {request.sample_id for request in call.requests}
+        used = [kept for kept in self._kept if not ids.isdisjoint(kept)]
+        self._kept = [kept for kept in self._kept if ids.isdisjoint(kept)]
+        found = {name: each for kept in used for name, each in kept.items()}
+        return {
+            request.sample_id: found[request.sample_id]
+            for request in call.requests
+            if request.sample_id in found and found[request.sample_id].begins(request)
+        }
+
+    def _keep(self, parts: Sequence[DecodingCall]) -> None:
+        """Keeps what the parts of a call leave; forgets the oldest calls beyond the limit."""
+        if found := {name: kept for part in parts for name, kept in part.kept.items()}:
+            self._kept = [kept for kept in self._kept if kept.keys() != found.keys()] + [found]
+        while sum(map(len, self._kept)) > self._max_batch:
+            del self._kept[0]
 
     def _step(self, calls: Sequence[DecodingCall], is_aborted: bool) -> list[Rollout]:
         """One step of those that have slots. All wait for the slowest, so that the schedule and the

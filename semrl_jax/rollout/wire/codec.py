@@ -39,9 +39,10 @@ from semrl_jax.types import (
 # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing;
 # 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
 # 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3; 2.1: what is compiled;
-# 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it
+# 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it;
+# 2.3: caches are kept for further turns
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change
@@ -77,13 +78,19 @@ class NotOffered(ValueError):
 
 
 class GenerateCall(NamedTuple):
-    """A decoded GenerateRequest."""
+    """A decoded GenerateRequest.
+
+    Attributes:
+      keep: the replica may keep the caches of these responses. A later call for the same sample
+        ids then continues those with which its prompts begin.
+    """
 
     requests: tuple[SampleRequest, ...]
     sampling: SamplingParams
     hidden_states: HiddenStateParams
     version: WeightVersion
     metrics: MetricParams | None = None
+    keep: bool = False
 
 
 class WeightMessage(NamedTuple):
@@ -191,6 +198,7 @@ def encode_request(call: GenerateCall) -> pb.GenerateRequest:
         sampling=dataclasses.asdict(call.sampling),
         hidden_states=states,
         metrics=dataclasses.asdict(call.metrics) if call.metrics else None,
+        keep=call.keep,
     )
     index_of: dict[bytes, int] = {}
     for request in call.requests:
@@ -248,7 +256,9 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
                 f"samples[{i}].sample_index={sample.sample_index} must not be below 0."
             )
         requests.append(_record(SampleRequest, sample, prompt_ids=arrays[sample.prompt_index]))
-    return GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
+    return GenerateCall(
+        tuple(requests), sampling, hidden_states, version, metrics, keep=message.keep
+    )
 
 
 def check_call(call: GenerateCall, limits: ReplicaDescription) -> None:

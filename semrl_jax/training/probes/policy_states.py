@@ -6,7 +6,7 @@ import dataclasses
 
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.sampling.exchange import of_all
-from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.scoring import Scored, submit_turns
 from semrl_jax.training.plan import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools
 
@@ -28,10 +28,16 @@ class PolicyStates(Probe):
         measurer, peers = self.tools.measurer, self.tools.peers
 
         def measure_own() -> Scored:
-            pending = {i: measurer.submit(rows) for i, rows in seen.tokens.states.items()}
+            states, scored = seen.tokens.states, seen.scored.take(list(seen.tokens.states))
+            pending = [measurer.submit(rows) for rows in states.values()]
+            turns = [
+                submit_turns(measurer, item.rollout, rows, whole)
+                for item, rows, whole in zip(scored, states.values(), pending, strict=True)
+            ]
             measurer.flush()
             with self.tools.stop.interruptible():
-                measured = [future.result() for future in pending.values()]
-            return seen.scored.take(list(pending)).with_measured(measured)
+                measured = [future.result() for future in pending]
+                of_turns = [[future.result() for future in parts] for parts in turns]
+            return scored.with_measured(measured, of_turns)
 
         return seen._replace(scored=of_all(peers, run_phase(peers, "metrics", measure_own)))

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -321,3 +322,19 @@ def test_a_directory_without_a_log_is_refused(config, tmp_path):
     assert [log.name for log in named] == [f"{tmp_path.name}/run", "other/run"]
     with pytest.raises(UserError, match="named twice"):
         reading.read_runs([run, run], may_be_empty=True)
+
+
+def test_a_long_episode_is_cut_in_each_turn_and_its_context_has_no_logprob(config, tmp_path):
+    run = make_run(tmp_path / "run", config, num_steps=1)
+    mask = np.array([True, True, False, False, True])
+    item = scored(
+        0, correct=True, response_mask=mask, turn_rewards=np.array([0.0, 1.0], np.float32)
+    )
+    write_rollouts(run / "rollouts", 1, Scored.of([item]), lambda ids: "é" * 3000 * len(ids))
+    found = samples.samples(reading.read_runs([run]))
+    rows = [dict(zip(found["columns"], row)) for row in found["rows"]]
+    (row,) = [row for row in rows if row["step"] == 1]
+    assert all(row["turns"] == [len(row["response"])] and not row["rewards"] for row in rows[1:])
+    assert len(row["turns"]) == 3 and sum(row["turns"]) == len(row["response"]) < 4200
+    assert (row["tokens"], row["logprobs"]) == (3, [-1.0, -2.0, -5.0])
+    assert row["rewards"] == [0, 1] and "1 of them have more than" in found["note"]

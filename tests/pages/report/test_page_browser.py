@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from semrl_jax.pages.report import page, serving, write_report
@@ -285,3 +286,36 @@ def test_values_of_another_step_are_marked_and_not_compared(run_of, opened, tmp_
         browser.run("values('figure-table')")
     )
     assert ["reward/mean", "0.25", "0.25", "+0"] in browser.run("values('figure-table')")
+
+
+def test_an_episode_is_shown_turn_by_turn(run_of, opened):
+    run = run_of(num_steps=1)
+    calls = '<tool_call>{"name": "f"}</tool_call><|im_end|>'
+    texts = [calls, f"<|im_start|>tool\n{HOSTILE}<|im_end|>", "It is 4.<|im_end|>"]
+    item = scored(
+        0, correct=True, response_mask=np.array([True, True, False, False, True]),
+        turn_rewards=np.array([0.0, 1.0], np.float32),
+    )  # fmt: skip
+
+    def text(ids):
+        known = {(1, 2, 3, 4, 5): "".join(texts), (1, 2): texts[0], (3, 4): texts[1]}
+        return known.get(tuple(ids.tolist()), texts[2] if ids.tolist() == [5] else "prompt")
+
+    write_rollouts(run / "rollouts", 1, Scored.of([item]), text)
+    write_report(run)
+    browser = opened(run / "report.html")
+    js = browser.run
+    js("choose('sample-step', 'step 1')")
+    js("all('#samples tr.sample')[0].click()")
+    nodes = js(
+        "[...document.querySelector('.group > div').children].slice(1, 7)"
+        ".map((n) => [n.tagName, n.textContent, n.open ?? null])"
+    )
+    begin = f"tool\n{HOSTILE}"[:100]
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert nodes == [
+        ["DIV", "turn 1, reward 0", None], ["DETAILS", f"call: {call}{call}", False],
+        ["PRE", "<|im_end|>", None], ["DETAILS", f"answer: {begin}{texts[1]}", False],
+        ["DIV", "turn 2, reward 1", None], ["PRE", texts[2], None],
+    ]  # fmt: skip
+    assert js("document.title") != "owned"

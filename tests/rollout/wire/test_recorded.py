@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 2.2 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 2.3 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -152,8 +152,9 @@ def messages():
     begin_memory = pb.UpdateWeightsRequest(begin=begin)
     begin_memory.begin.memory.CopyFrom(MEMORY)
 
-    def request(sampling=SAMPLING, states=STATES, metrics=None):
-        return codec.encode_request(GenerateCall(REQUESTS, sampling, states, VERSION, metrics))
+    def request(sampling=SAMPLING, states=STATES, metrics=None, **options):
+        call = GenerateCall(REQUESTS, sampling, states, VERSION, metrics, **options)
+        return codec.encode_request(call)
 
     def response(rollout):
         """Without the validity of its metric, which the recorded messages lack."""
@@ -199,6 +200,7 @@ def messages():
         "1.7": {"describe_response_scheduled": codec.encode_description(SCHEDULED)},
         "2.1": {"describe_response_compiling": codec.encode_description(COMPILES)},
         "2.2": {"generate_request_measured": request(states=HiddenStateParams(), metrics=PARAMS)},
+        "2.3": {"generate_request_kept": request(keep=True)},
     }
     for i, chunk_bytes in enumerate(large):
         state_chunk = pb.GenerateResponse.FromString(chunk_bytes)
@@ -240,7 +242,7 @@ def test_description(version, name, expected):
 def test_generate_request():
     call = codec.decode_request(recorded("generate_request", pb.GenerateRequest), DESCRIPTION)
     assert (call.sampling, call.hidden_states, call.version) == (SAMPLING, STATES, VERSION)
-    assert call.metrics is None
+    assert call.metrics is None and not call.keep
     for actual, expected in zip(call.requests, REQUESTS, strict=True):
         assert_same(actual, expected)
 
@@ -294,6 +296,11 @@ def test_responses_with_context():
 def test_request_with_a_kind_of_sampling(version, name, limits, sampling):
     request = recorded(f"generate_request_{name}", pb.GenerateRequest, version)
     assert codec.decode_request(request, limits).sampling == sampling
+
+
+def test_request_that_is_kept():
+    request = recorded("generate_request_kept", pb.GenerateRequest, "2.3")
+    assert codec.decode_request(request, DESCRIPTION).keep
 
 
 def test_weight_update_through_memory():

@@ -1,8 +1,8 @@
-"""The parent of a verifier worker: when the worker ends, every process that it started ends too.
+"""The parent of a worker with others' code: when it ends, every process that it started ends too.
 
 A signal to the worker's process group does not reach a process that has left its session, and such
 a process has no parent once the worker is killed. The kernel gives an orphan to its nearest
-ancestor that is a subreaper. This is the guard. It runs no verifier code and is never killed first.
+ancestor that is a subreaper. This is the guard. It runs no such code and is never killed first.
 """
 
 from __future__ import annotations

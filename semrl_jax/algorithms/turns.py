@@ -1,0 +1,97 @@
+"""Credit by turn: the reward of each turn in place of one reward per episode.
+
+The return of turn t is the sum of the rewards of turns t, t + 1, ... of its episode. An estimator
+that compares responses compares the returns of the turns t of a group, of all episodes that have a
+turn t. The baseline of a turn then follows from other episodes and from the past of its own,
+not from what it chose, so it adds no bias. A baseline of single rewards, added up over the turns of
+an episode, would: their number is the policy's choice.
+
+Source: returns of turns as advantages, normalised in the group: arXiv:2511.14846 (GTPO), and with a
+sum of later scores arXiv:2507.11948 (Kevin). Both discount; there is no discount here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms.groups import broadcast_to_tokens, is_last
+from semrl_jax.support.choices import CREDITS
+from semrl_jax.support.fields import setting
+
+Estimate = Callable[[Float[Array, "P G"], Float[Array, "P G"] | None], Float[Array, "P G"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnCredit:
+    """How the rewards of an environment are credited."""
+
+    credit: str = setting(
+        "episode",
+        "episode: the sum of its rewards; turn: each turn by its own and later rewards, "
+        "docs/environments.md",
+        choices=CREDITS,
+    )
+
+
+def placed_rewards(
+    rewards: Float[Array, "P G"],
+    turn_rewards: Float[Array, "B T"],
+    response_mask: Bool[Array, "B T"],
+) -> Float[Array, "P G T"]:
+    """The rewards of turns at their last tokens, and 0.0 elsewhere.
+
+    The last turn has what the others leave of the response's reward, so that the sum is `rewards`,
+    also if a penalty, a bonus or a bound has changed it.
+
+    Args:
+      turn_rewards: at the last tokens of turns, 0.0 elsewhere; those of last turns are not read.
+    """
+    last = is_last(response_mask)
+    earlier = jnp.where(last, 0.0, turn_rewards)
+    rest = rewards.astype(jnp.float32).reshape(-1, 1) - jnp.sum(earlier, axis=1, keepdims=True)
+    return jnp.where(last, rest, earlier).reshape(*rewards.shape, -1)
+
+
+def turn_ends(response_mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    """True on the last token of each turn, which is a run of True in the mask."""
+    return response_mask & ~jnp.pad(response_mask[:, 1:], ((0, 0), (0, 1)))
+
+
+def returns_to_go(rewards: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """The sum of the rewards from each token on."""
+    return jnp.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+
+
+def by_turn(
+    estimate: Estimate, rewards: Float[Array, "P G *tokens"], response_mask: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Gives every token the advantage of its response, or of its turn.
+
+    Args:
+      estimate: advantages of responses from their rewards. Its second argument is the number of
+        tokens of each; those without are absent from their group. None: all are present.
+      rewards: [P, G], of responses; or [P, G, T], see `placed_rewards`. Then `estimate` gets the
+        returns of the turns t of each group, for every t.
+
+    Returns:
+      Float32, 0.0 on masked-out tokens.
+    """
+    if rewards.ndim == 2:
+        return broadcast_to_tokens(estimate(rewards, None), response_mask)
+    num_rows, length = response_mask.shape
+    num_turns = (length + 1) // 2  # at most: there is context between two turns
+    begins = response_mask & ~jnp.pad(response_mask[:, :-1], ((0, 0), (1, 0)))
+    number = jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0)  # [B, T] the turn of each token
+    returns = returns_to_go(rewards.reshape(response_mask.shape))
+    zeros, rows = jnp.zeros((num_rows, num_turns)), jnp.arange(num_rows)[:, None]
+    firsts = zeros.at[rows, number].add(jnp.where(begins, returns, 0.0))
+    lengths = zeros.at[rows, number].add(response_mask.astype(jnp.float32))
+    shape = *rewards.shape[:2], num_turns
+    found = jax.vmap(estimate, in_axes=2, out_axes=2)(firsts.reshape(shape), lengths.reshape(shape))
+    of_tokens = jnp.take_along_axis(found.reshape(num_rows, num_turns), number, axis=1)
+    return jnp.where(response_mask, of_tokens, 0.0)

@@ -1,0 +1,214 @@
+"""What an environment is, and the checks of what it returns.
+
+One class makes an environment. It gets the options of the config as keyword arguments. A built-in
+one is called `Environment` and is in a module of `kinds`; `environment.name` names the module,
+or "package.module:Class" of the user's.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import importlib
+import json
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from semrl_jax.settings.environment import BUILT_IN
+from semrl_jax.settings.rewards import MAX_SCORE
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.isolation import error_text
+from semrl_jax.support.modules import load_module
+
+FIELD = "environment.name"
+PARTS = ("tasks", "reset", "step")
+FIRST_ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "tool")  # of an answer: no one else speaks for the policy
+
+Message = dict[str, str]  # "role" and "content"
+
+
+class Turn(NamedTuple):
+    """How an environment answers a message of the policy.
+
+    Attributes:
+      messages: for the policy, each with role and content; a text is one message of the user. Not
+        read if the episode is over.
+      reward: of the message that is answered. A list is added to the rewards of the last turns,
+        this one last: the end of a game decides about earlier moves too.
+      done: whether the episode is over.
+    """
+
+    messages: str | Sequence[Mapping[str, str]] = ()
+    reward: float | Sequence[float] = 0.0
+    done: bool = False
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """An environment. Each episode has an object of its own, in a process of its own.
+
+    What the methods return follows from their arguments and the calls before, and not from time,
+    from the process or from other episodes. The global generators of `random` and NumPy are seeded
+    by `reset`.
+
+    An environment may have `tools`, a list of functions that the policy calls, see
+    `tools.functions`. Calls in a message are run and answered, and `step` gets the other messages.
+
+    A run that was killed plays the episodes of its incomplete batches again. Messages that were
+    answered get the same answers, and no tool is called for them again. Where an episode goes on
+    after them, its object has to see the other messages again: by `step`, whose answers must be the
+    same, or by the method `recall(message, turn)`, if there is one, which also gets the messages
+    with calls. It does what `step` or the tools did to the object and its generators, given the
+    message and the answer, and has no effect on the outside.
+    """
+
+    def tasks(self, seed: int, count: int) -> Sequence[Mapping[str, Any]]:
+        """Up to `count` tasks, JSON objects; equal arguments give equal tasks.
+
+        The key "answer", if there is one, is shown as the reference answer. Tasks with an equal
+        "question" are the same one: training leaves out those of evaluations.
+        """
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> str | Sequence[Mapping[str, str]]:
+        """Begins an episode; returns the messages of the prompt, as in `Turn`.
+
+        Args:
+          seed: follows from the task, so that all responses of a group play the same game.
+        """
+
+    def step(self, message: str) -> Turn | tuple | Mapping[str, Any]:
+        """Answers a whole message of the policy: the text of its tokens, without the end token."""
+
+
+class GarbageError(ValueError):
+    """An environment returned something that is not what it must return."""
+
+
+def load_environment(name: str) -> type[Environment]:
+    """The class of an environment.
+
+    Raises:
+      UserError: if it cannot be imported or has not all parts.
+    """
+    if ":" not in name:
+        return load_module(FIELD, name, BUILT_IN, ("Environment",)).Environment
+    return load_class(FIELD, name, PARTS)
+
+
+def load_class(field: str, name: str, parts: Sequence[str]) -> type:
+    """The class "package.module:Class" of a user.
+
+    Args:
+      field: that has the name, for error messages.
+      parts: methods that the class must have.
+
+    Raises:
+      UserError: if it cannot be imported or has not all parts.
+    """
+    module_name, _, class_name = str(name).partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except BaseException as error:  # a user's module may fail in any way
+        reason = " ".join(error_text(error).split())
+        raise UserError(
+            f"{field}={name!r} cannot be imported ({reason:.300}); it must be "
+            "'package.module:Class', on PYTHONPATH or in the directory the command was started in."
+        ) from error
+    missing = [part for part in parts if not callable(getattr(found, part, None))]
+    if missing or not isinstance(found, type):
+        lack = f"has no {missing[0]}" if missing else "is not a class"
+        raise UserError(
+            f"{field}={name!r} {lack}; an environment is a class with the methods "
+            f"{', '.join(parts)} (docs/environments.md)."
+        )
+    return found
+
+
+def as_turn(result: Any, max_chars: int) -> Turn:
+    """Reads what `step` returned: a `Turn`, its three values, or a mapping with its fields.
+
+    Returns:
+      A turn of plain Python values, whose messages have at most `max_chars` characters together;
+      what is beyond is left out. It has messages unless it is done.
+
+    Raises:
+      GarbageError: if it is none of these.
+    """
+    try:
+        return _turn(result, max_chars)
+    except GarbageError:
+        raise
+    except BaseException as error:
+        raise GarbageError(f"what it returned cannot be read: {error_text(error)}") from error
+
+
+def _turn(result: Any, max_chars: int) -> Turn:
+    if isinstance(result, collections.abc.Mapping):
+        if unknown := sorted(map(str, result.keys() - set(Turn._fields))):
+            raise GarbageError(f"unknown keys {unknown}; known: {', '.join(Turn._fields)}")
+        result = Turn(**result)
+    elif not (isinstance(result, tuple) and len(result) == len(Turn._fields)):
+        raise GarbageError(f"step must return a Turn, not {result!r:.80}")
+    messages, reward, done = result
+    given = list(reward) if isinstance(reward, list | tuple) else [reward]
+    values = [float(x) if isinstance(x, numbers.Real) else math.nan for x in given]
+    if not (values and all(abs(x) <= MAX_SCORE for x in values)):  # NaN is not
+        raise GarbageError(
+            f"reward must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}, not {reward!r:.50}"
+        )
+    value = values if len(values) > 1 else values[0]
+    if not isinstance(done, numbers.Integral) and type(done).__name__ not in ("bool", "bool_"):
+        raise GarbageError(f"done must be a bool, not {done!r:.50}")
+    if done:
+        return Turn((), value, True)
+    found = as_messages(messages, ROLES, max_chars)
+    if not found:
+        raise GarbageError("a turn that is not done needs a message for the policy")
+    return Turn(found, value, False)
+
+
+def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Message]:
+    """Messages as plain dicts, with at most `max_chars` characters; lone surrogates become "?".
+
+    Raises:
+      GarbageError: for anything else than a text, or a sequence of roles and contents.
+    """
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, collections.abc.Sequence) or isinstance(messages, bytes):
+        raise GarbageError(f"messages must be a text or a list, not {messages!r:.80}")
+    found: list[Message] = []
+    for message in messages:
+        if not max_chars:
+            break
+        if not isinstance(message, collections.abc.Mapping) or set(message) != {"role", "content"}:
+            raise GarbageError(f"a message must have role and content alone, not {message!r:.80}")
+        role, content = message["role"], message["content"]
+        if role not in roles:
+            raise GarbageError(f"role must be one of {', '.join(roles)}, not {role!r:.50}")
+        if not isinstance(content, str):
+            raise GarbageError(f"content must be a text, not {content!r:.80}")
+        text = str.encode(content[:max_chars], "utf-8", "replace").decode()
+        max_chars -= len(text)
+        found.append({"role": str(role), "content": text})
+    return found
+
+
+def as_tasks(tasks: Any, count: int) -> list[dict[str, Any]]:
+    """The tasks as JSON keeps them, at most `count`; lone surrogates become "?".
+
+    Raises:
+      GarbageError: if they are something else.
+    """
+    try:
+        text = json.dumps([dict(task) for task in list(tasks)[:count]], ensure_ascii=False)
+        found = json.loads(text.encode("utf-8", "replace"))
+    except BaseException as error:
+        raise GarbageError(
+            f"tasks must return a list of JSON objects: {error_text(error)}"
+        ) from error
+    if not found:
+        raise GarbageError("tasks returned none")
+    return found

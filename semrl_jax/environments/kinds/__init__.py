@@ -1,0 +1,1 @@
+"""The built-in environments: one module each, with a class `Environment`."""

@@ -1,0 +1,1 @@
+"""Tools: functions that a policy calls, the forms of its calls, and two tools with resources."""

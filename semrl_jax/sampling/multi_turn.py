@@ -1,0 +1,292 @@
+"""Episodes with an environment: the policy and the environment write in turn."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from semrl_jax import data
+from semrl_jax.data.turns import ChatTurns, Continued, Transcript
+from semrl_jax.environments.journal import Place
+from semrl_jax.environments.pool import Answer, EnvironmentPools, Episode
+from semrl_jax.rollout.client.dispatch import split_into_calls
+from semrl_jax.sampling.episodes import Ask
+from semrl_jax.sampling.openings import chat_turns, opening_of
+from semrl_jax.sampling.requests import Draw, stream_seed
+from semrl_jax.sampling.splicing import cut, joined, with_context
+from semrl_jax.settings.rollout import slots_of_replicas
+from semrl_jax.support.isolation import error_line
+from semrl_jax.types import FinishReason, Rollout, SampleRequest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MultiTurn:
+    """Episodes in lanes: each call of the policy has the next turn of a lane's open episodes.
+
+    The groups of a draw are dealt into lanes in their order. `num_lanes` of them are played turn by
+    turn, each in its turn, so that the environments of one lane answer while the policy writes for
+    another. Then the next lanes are played. The lanes that are played together have at most
+    `max_open` episodes: engines keep the cache of each for its next turn.
+
+    An episode ends
+    - when the environment says so;
+    - when the environment fails; its reward is then `rewards.failure_score`;
+    - after `max_turns` turns; the last one is rewarded, and its answer is left out;
+    - when a turn of the policy reaches `max_tokens`, the limit of all tokens of the episode. The
+      environment does not get such a message: half a call of a tool must not run;
+    - when an answer leaves no room for one more token. It is left out.
+    In the last two cases the finish reason is "length", else the one of the policy's last turn. The
+    rewards of all turns count.
+
+    A prompt without an environment, of a benchmark, is answered in a single turn.
+
+    Why equal draws give equal episodes, to the bit. Lanes follow from the draw, and so does the
+    first call. Assume that the first n calls were equal. Then so are the policy's tokens, since an
+    engine rounds by the contents of its calls alone (rollout/engines/keeping.py). The environment's
+    answer to each episode follows from its task, seed and messages. So do the tokens of its next
+    turn, its seed, and the set of open episodes of each lane. The lane of call n + 1 follows from
+    the lanes' order; it waits for all answers to its episodes and asks for them in the order of the
+    draw. Hence call n + 1 is equal. Time decides only in what order episodes of one call end, which
+    no result depends on. The exceptions are a call of the environment beyond
+    `environment.timeout_s`, and an environment that keeps no promise.
+
+    Attributes:
+      turns: by name of the environment, whose tools the chat template may describe.
+      end_token_ids: tokens that end a message; they are no part of its text.
+      max_open: None: no limit.
+    """
+
+    environments: EnvironmentPools
+    turns: Mapping[str, ChatTurns]
+    tokenizer: Any
+    end_token_ids: frozenset[int]
+    max_turns: int
+    max_tokens: int
+    num_lanes: int = 1
+    max_open: int | None = None
+
+    is_divisible = False
+
+    @classmethod
+    def of(
+        cls,
+        config: ml_collections.ConfigDict,
+        tokenizer: Any,
+        end_token_ids: Sequence[int],
+        environments: EnvironmentPools,
+    ) -> MultiTurn:
+        """The episodes of a config that has environments."""
+        rollout = config.rollout
+        stop_words = data.stop_word_ids(tokenizer, rollout.stop_words)
+        return cls(
+            environments=environments,
+            turns={
+                name: chat_turns(tokenizer, environments[name], end_token_ids)
+                for name in environments
+            },
+            tokenizer=tokenizer,
+            end_token_ids=frozenset((*end_token_ids, *rollout.stop_token_ids, *stop_words)),
+            max_turns=config.environment.max_turns,
+            max_tokens=rollout.max_response_tokens,
+            num_lanes=config.environment.num_lanes,
+            max_open=slots_of_replicas(rollout),
+        )
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return self.environments.counters
+
+    def play(self, draw: Draw, ask: Ask) -> Iterator[Rollout]:
+        lanes = self._dealt(draw.requests)
+        for first in range(0, len(lanes), self.num_lanes):
+            with contextlib.ExitStack() as stack:
+                together = lanes[first : first + self.num_lanes]
+                playing = [self._opened(draw._replace(requests=lane), stack) for lane in together]
+                for turn in range(self.max_turns + 1):
+                    for i, lane in enumerate(playing):
+                        if turn:
+                            lane = yield from self._continued(lane, turn)
+                        playing[i] = yield from self._asked(lane, turn, ask)
+
+    def _dealt(self, requests: Sequence[SampleRequest]) -> list[list[SampleRequest]]:
+        """Lanes of whole groups; as few as `max_open` permits, of about equal sizes."""
+        sizes = collections.Counter(request.group_id for request in requests)
+        if not sizes:
+            return []
+        most = len(sizes)  # groups of a lane
+        if self.max_open is not None:
+            most = max(self.max_open // (self.num_lanes * max(sizes.values())), 1)
+        num_rounds = -(-len(sizes) // (self.num_lanes * most))
+        return split_into_calls(requests, -(-len(sizes) // (self.num_lanes * num_rounds)))
+
+    def _opened(self, draw: Draw, stack: contextlib.ExitStack) -> list[_Played]:
+        """All episodes of a draw; the stack ends them. The policy need not wait for them."""
+        openings = {group: opening_of(row) for group, row in draw.columns.items()}
+        played = []
+        for request in draw.requests:
+            opening, one = openings.get(request.group_id), _Played(request)
+            if opening is not None:
+                place = Place(draw.step, request.sample_id)
+                one.environment = self.environments.open(opening, place)
+                one.turns = self.turns[opening.environment]
+                stack.callback(one.environment.end)
+            played.append(one)
+        for turns, ones in _by_turns(one for one in played if one.environment is not None):
+            groups = dict.fromkeys(one.request.group_id for one in ones)
+            begun = turns.begun([openings[group].messages for group in groups])
+            by_group = dict(zip(groups, begun, strict=True))
+            for one in ones:
+                one.transcript = by_group[one.request.group_id].transcript
+        return played
+
+    def _asked(
+        self, playing: Sequence[_Played], turn: int, ask: Ask
+    ) -> Generator[Rollout, None, list[_Played]]:
+        """Asks for one turn of each; yields those that end, and returns the others in order."""
+        if not playing:
+            return []
+        by_id = {one.request.sample_id: one for one in playing}
+        requests = [one.next_request(turn) for one in playing]
+        # An answer that is too long for its own episode loses its end. All other tokens are the
+        # same as with a limit of its own.
+        room = max(self.max_tokens - one.num_tokens for one in playing)
+        keep = turn + 1 < self.max_turns and any(one.environment for one in playing)
+        with contextlib.closing(ask(requests, max_tokens=room, keep=keep)) as answers:
+            for rollout in answers:
+                one = by_id.pop(rollout.sample_id)
+                one.add(rollout, self.max_tokens)
+                if one.environment is None:
+                    yield one.so_far
+                elif one.so_far.finish_reason == "length":
+                    one.rewards.append(0.0)
+                    yield one.ended("length")
+                else:
+                    one.answer = one.environment.step(self._text(rollout))
+        return [one for one in playing if one.answer is not None]
+
+    def _continued(
+        self, playing: Sequence[_Played], turn: int
+    ) -> Generator[Rollout, None, list[_Played]]:
+        """Waits for the environment's answers; yields those that end, and returns the others."""
+        going = []
+        if not playing:
+            return going
+        for one in playing:
+            if one.take_answer() or turn == self.max_turns:
+                yield one.ended()
+            else:
+                going.append(one)
+        texts: dict[_Played, Continued] = {}
+        for turns, ones in _by_turns(going):
+            found = turns.continued(
+                [one.transcript for one in ones],
+                [one.messages for one in ones],
+                [int(one.so_far.response_ids[-1]) for one in ones],
+            )
+            texts.update(zip(ones, found, strict=True))
+        open_ones = []
+        for one in going:
+            text = texts[one]
+            if text.error:
+                one.error = error_line("invalid", text.error)
+                self.environments.count("invalid")
+                yield one.ended()
+            elif one.num_tokens + len(text.token_ids) >= self.max_tokens:
+                yield one.ended("length")
+            else:
+                one.go_on(text)
+                open_ones.append(one)
+        return open_ones
+
+    def _text(self, rollout: Rollout) -> str:
+        """What the environment reads of a turn."""
+        ids = rollout.response_ids
+        ids = ids[:-1] if int(ids[-1]) in self.end_token_ids else ids
+        return data.full_text(self.tokenizer, ids)
+
+
+def _by_turns(played: Iterable[_Played]) -> Iterable[tuple[ChatTurns, list[_Played]]]:
+    """The episodes of each kind of turns, which are rendered together."""
+    found: dict[ChatTurns, list[_Played]] = {}
+    for one in played:
+        found.setdefault(one.turns, []).append(one)
+    return found.items()
+
+
+@dataclasses.dataclass(eq=False)
+class _Played:
+    """An episode that is being played.
+
+    Attributes:
+      environment, turns: None if the prompt has none.
+      transcript: up to the policy's next turn.
+      so_far: all turns as one rollout.
+      answer: of the environment, which is awaited.
+      messages: of the environment's last answer.
+    """
+
+    request: SampleRequest
+    environment: Episode | None = None
+    turns: ChatTurns | None = None
+    transcript: Transcript | None = None
+    so_far: Rollout | None = None
+    rewards: list[float] = dataclasses.field(default_factory=list)
+    answer: Future[Answer] | None = None
+    messages: Sequence[Mapping[str, str]] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self.so_far is None else len(self.so_far.response_ids)
+
+    def next_request(self, turn: int) -> SampleRequest:
+        if self.so_far is None:
+            return self.request
+        return dataclasses.replace(
+            self.request,
+            prompt_ids=np.concatenate([self.request.prompt_ids, self.so_far.response_ids]),
+            seed=stream_seed(self.request.seed, turn),
+        )
+
+    def add(self, rollout: Rollout, max_tokens: int) -> None:
+        """Adds a turn of the policy, within the limit of the episode."""
+        room = max_tokens - self.num_tokens
+        if len(rollout.response_ids) > room:
+            rollout = cut(rollout, room, "length")
+        self.so_far = rollout if self.so_far is None else joined(self.so_far, rollout)
+
+    def take_answer(self) -> bool:
+        """Waits for the environment; returns whether the episode is over."""
+        turn, error, seconds = self.answer.result()
+        self.answer = None
+        self.rewards.append(0.0)
+        given = turn.reward if isinstance(turn.reward, list) else [turn.reward]
+        for place, reward in enumerate(given, len(self.rewards) - len(given)):
+            self.rewards[place] += reward
+        self.messages, self.error = turn.messages, error
+        self.seconds += seconds
+        return turn.done
+
+    def go_on(self, text: Continued) -> None:
+        """Adds the environment's answer."""
+        self.transcript = text.transcript
+        self.so_far = with_context(self.so_far, np.array(text.token_ids, np.int32))
+
+    def ended(self, reason: FinishReason | None = None) -> Rollout:
+        """The whole episode; ends the environment."""
+        self.environment.end()
+        return dataclasses.replace(
+            self.so_far,
+            finish_reason=reason or self.so_far.finish_reason,
+            turn_rewards=np.array(self.rewards, np.float32),
+            environment_error=self.error,
+            environment_s=self.seconds,
+        )

@@ -1,0 +1,73 @@
+"""Rollouts that are put together from several answers of the policy, or cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+from jaxtyping import Int, Shaped
+
+from semrl_jax.types import FinishReason, Rollout, VersionSpan
+
+_PER_TOKEN = ("response_ids", "rollout_logprobs", "rollout_raw_logprobs", "hidden_states")
+
+
+def joined(before: Rollout, part: Rollout) -> Rollout:
+    """A response and its next part, sampled after it, as one response."""
+    length = len(before.response_ids)
+
+    def both(name: str) -> Shaped[np.ndarray, "T ..."] | None:
+        values = getattr(before, name), getattr(part, name)
+        # One engine sends raw log-probabilities, and another one does not.
+        return None if any(value is None for value in values) else np.concatenate(values)
+
+    moved = [VersionSpan(s.version, s.start + length, s.end + length) for s in part.versions]
+    spans = list(before.versions)
+    for span in moved:
+        if spans and spans[-1].version == span.version:
+            span = VersionSpan(span.version, spans.pop().start, span.end)
+        spans.append(span)
+    return dataclasses.replace(
+        part,
+        prompt_ids=before.prompt_ids,
+        **{name: both(name) for name in (*_PER_TOKEN, "response_mask")},
+        versions=tuple(spans),
+        generate_s=before.generate_s + part.generate_s,
+    )
+
+
+def with_context(before: Rollout, token_ids: Int[np.ndarray, " n"]) -> Rollout:
+    """A response, and after it tokens that others wrote; they belong to its last version."""
+    count, nothing = len(token_ids), np.zeros(len(token_ids), np.float32)
+    raw, states = before.rollout_raw_logprobs, before.hidden_states
+    if states is not None:
+        states = np.zeros((count, *states.shape[1:]), states.dtype)
+    context = dataclasses.replace(
+        before,
+        response_ids=np.asarray(token_ids, np.int32),
+        rollout_logprobs=nothing,
+        rollout_raw_logprobs=None if raw is None else nothing,
+        response_mask=np.zeros(count, bool),
+        hidden_states=states,
+        versions=(VersionSpan(before.versions[-1].version, 0, count),),
+        generate_s=0.0,
+    )
+    return joined(before, context)
+
+
+def cut(rollout: Rollout, count: int, reason: FinishReason) -> Rollout:
+    """The first `count` tokens of a response, which end it for this reason.
+
+    One that ends with the last of them for a reason of its own keeps it.
+    """
+    if count == len(rollout.response_ids) and rollout.finish_reason != "length":
+        return rollout
+    kept = {name: getattr(rollout, name) for name in (*_PER_TOKEN, "response_mask")}
+    spans = itertools.takewhile(lambda span: span.start < count, rollout.versions)
+    return dataclasses.replace(
+        rollout,
+        **{name: None if array is None else array[:count] for name, array in kept.items()},
+        versions=tuple(VersionSpan(s.version, s.start, min(s.end, count)) for s in spans),
+        finish_reason=reason,
+    )

@@ -1,0 +1,238 @@
+"""Credit by turn: against float64 loops, and what it has in common with credit by episode."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semrl_jax.algorithms.algorithm import Passes
+from semrl_jax.algorithms.turns import placed_rewards
+from tests.algorithms import test_estimators as estimators
+from tests.algorithms.test_estimators import NAMES, advantages_of, algorithm, part_of
+from tests.oracles import algorithms as oracle
+
+seeds = st.integers(0, 2**31 - 1)
+GROUPS, SIZE, LENGTH = 2, 4, 13
+KL = {"kl_coefficient": 0.0, "kl_reward_coefficient": 0.3}
+placed = jax.jit(placed_rewards)
+
+
+def grpo(returns, lengths):
+    return oracle.group_relative([returns])[0]
+
+
+COMPARING = {f.__name__: f for f in (*estimators.ORACLES, grpo)}
+# The advantage of a turn that no other response of the group has, where it is not 0.
+ALONE = {
+    "asymre": lambda r, lengths: r - r + 0.1,
+    "sample_reinforcement": COMPARING["sample_reinforcement"],
+}
+
+
+class Case:
+    """Random responses with context between their turns, and a reward for each turn."""
+
+    def __init__(self, seed, size=SIZE, one_turn=False):
+        self.random = random = np.random.default_rng(seed)
+        self.mask = random.random((GROUPS * size, LENGTH)) < 0.6
+        if one_turn:
+            starts, ends = np.sort(random.integers(0, LENGTH, (2, len(self.mask))), axis=0)
+            place = np.arange(LENGTH)
+            self.mask = (starts[:, None] <= place) & (place <= ends[:, None])
+        self.mask[
+            np.arange(len(self.mask)), random.integers(0, LENGTH, len(self.mask))
+        ] |= ~self.mask.any(axis=1)
+        self.places = [oracle.turns(row) for row in self.mask]
+        self.rewards = [random.choice([0.0, 0.5, 1.0], len(turns)) for turns in self.places]
+        self.episodes = np.array(list(map(np.sum, self.rewards))).reshape(GROUPS, size)
+        self.at_ends = np.zeros(self.mask.shape, np.float32)
+        for row, turns, rewards in zip(self.at_ends, self.places, self.rewards):
+            row[[turn[-1] for turn in turns]] = rewards
+        self.logprobs = random.normal(size=(3, *self.mask.shape)).astype(np.float32)
+        self.state = {"rewards": np.float32(1.5), "weights": np.float32(2.0)}
+
+    @property
+    def passes(self):
+        """Old and reference log-probabilities and values; NaN at context."""
+        return Passes(*(np.where(self.mask, x, np.float32(np.nan)) for x in self.logprobs))
+
+    @property
+    def placed(self):
+        episodes = self.episodes.astype(np.float32)
+        return placed(episodes, self.at_ends, self.mask)
+
+    def advantages(self, name, credit="turn", **options):
+        rewards = self.placed if credit == "turn" else self.episodes.astype(np.float32)
+        of = advantages_of(name, credit=credit, **options)
+        state = self.state if name == "reinforce" else None
+        return np.asarray(of(jnp.asarray(rewards), self.mask, self.passes, state))
+
+
+@pytest.mark.parametrize("name", COMPARING)
+@given(seed=seeds)
+def test_turns_are_compared_with_the_same_turns_of_their_group(name, seed):
+    case, estimate = Case(seed), COMPARING[name]
+
+    def of_group(returns, lengths):
+        alone = ALONE.get(name, lambda r, lengths: 0 * r)
+        return (estimate if len(returns) > 1 else alone)(returns, lengths)
+
+    expected = oracle.by_turn(of_group, case.rewards, case.mask, SIZE)
+    # 1e-5: returns up to 7 in float32, less a baseline; divided by a deviation or a mean.
+    np.testing.assert_allclose(case.advantages(name), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(seed=seeds)
+def test_the_running_baseline_is_subtracted_from_returns(seed):
+    case = Case(seed)
+    expected = oracle.by_turn(lambda r, lengths: r - 0.75, case.rewards, case.mask, SIZE)
+    np.testing.assert_allclose(case.advantages("reinforce"), expected, rtol=1e-6, atol=1e-6)
+
+
+def with_kl(case):
+    """The rewards of turns at their ends, less 0.3 (old - ref) at every token."""
+    old, ref, _ = case.logprobs.astype(np.float64)
+    return np.where(case.mask, case.at_ends - 0.3 * (old - ref), 0)
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.5)])
+@given(seed=seeds)
+def test_ppo_has_turns_as_steps(gamma, gae_lambda, seed):
+    case, options = Case(seed), {"gamma": gamma, "gae_lambda": gae_lambda, **KL}
+    estimates, returns = oracle.generalized_by_turn(
+        with_kl(case), case.logprobs[2], case.mask, gamma, gae_lambda
+    )
+    # 1e-5: float32 sums over 13 tokens, divided by a deviation near 1.
+    expected = oracle.whiten(estimates, case.mask)
+    np.testing.assert_allclose(case.advantages("ppo", **options), expected, rtol=1e-4, atol=1e-5)
+    of = part_of("returns", "ppo", credit="turn", **options)
+    found = of(case.placed, case.passes, case.mask)
+    np.testing.assert_allclose(found, returns, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group_baseline", [False, True])
+@given(seed=seeds)
+def test_reinforce_plus_plus_matches_loops(group_baseline, seed):
+    case = Case(seed)
+    less = COMPARING["dr_grpo"] if group_baseline else lambda r, lengths: r
+    kl = with_kl(case) - np.where(case.mask, case.at_ends, 0)
+    returns = oracle.by_turn(less, case.rewards, case.mask, SIZE)
+    returns += np.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
+    found = case.advantages("reinforce_plus_plus", group_baseline=group_baseline, **KL)
+    np.testing.assert_allclose(found, oracle.whiten(returns, case.mask), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("size", "tolerance"), [(4, 0.0), (8, 0.0), (5, 1e-6)])
+def test_one_turn_has_the_credit_of_its_episode(name, size, tolerance):
+    """To the bit; with five, the compiler may round a mean and a difference in one operation."""
+    for seed in range(3):
+        case = Case(seed, size, one_turn=True)
+        expected = case.advantages(name, credit="episode")
+        np.testing.assert_allclose(case.advantages(name), expected, tolerance, tolerance)
+
+
+def moved(values, places, keep):
+    """The tokens of turns [B, T] with `keep` tokens of context between turns."""
+    columns = []
+    for turns in places:
+        row = [t for turn in turns for t in (*turn, *[LENGTH] * keep)]
+        columns.append(row + [LENGTH] * (2 * LENGTH - len(row)))
+    return np.take_along_axis(np.pad(values, ((0, 0), (0, 1))), np.array(columns), axis=1)
+
+
+def trained_on(name, case, credit):
+    """Advantages, and the gradient of the losses by each token's log-probability and value."""
+    chosen, plain = algorithm(name, credit=credit), case.advantages(name, credit)
+    advantages = jnp.asarray(plain)
+    mask, passes = jnp.asarray(case.mask), Passes(*map(jnp.asarray, case.passes))
+    old, ref, values = passes[:3]
+    weights = chosen.token_weights(mask)
+
+    def losses(logprobs, new_values):
+        arrays = {"old_logprobs": old, "ref_logprobs": ref, "advantages": advantages}
+        loss, _ = chosen.loss(logprobs, jnp.zeros(mask.shape), weights=weights, **arrays)
+        if not chosen.needs.values:
+            return loss
+        rewards = case.placed if credit == "turn" else case.episodes.astype(np.float32)
+        returns = chosen.returns(jnp.asarray(rewards), passes, mask)
+        return (
+            loss
+            + chosen.value_loss(new_values, old_values=values, returns=returns, weights=weights)[0]
+        )
+
+    gradients = jax.jit(jax.grad(losses, argnums=(0, 1)))(old + 0.1, values - 0.1)
+    return [plain, *map(np.asarray, gradients)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_context_has_no_influence(name):
+    """Credit by episode: the same without context. By turn: with one token of it."""
+    case = Case(0)
+    for credit, keep in (("episode", 0), ("turn", 1)):
+        same = Case(0)
+        same.mask, same.at_ends = (moved(x, case.places, keep) for x in (case.mask, case.at_ends))
+        same.logprobs = np.stack([moved(x, case.places, keep) for x in case.logprobs])
+        for found, without in zip(*(trained_on(name, each, credit) for each in (case, same))):
+            assert np.isfinite(found).all() and not found[~case.mask].any()
+            # Sums over the batch have another order.
+            wanted = moved(found, case.places, keep)
+            np.testing.assert_allclose(without, wanted, rtol=1e-5, atol=1e-6)
+
+
+@given(seed=seeds)
+def test_the_last_turn_has_what_the_others_leave(seed):
+    case = Case(seed)
+    rewards = case.random.normal(size=(GROUPS, SIZE)).astype(np.float32)  # a penalty, a bonus
+    found = np.asarray(placed(rewards, case.at_ends, case.mask)).reshape(case.mask.shape)
+    for row, turns, given_, total in zip(found, case.places, case.rewards, rewards.ravel()):
+        ends = [turn[-1] for turn in turns]
+        np.testing.assert_array_equal(row[ends[:-1]], given_[:-1])
+        np.testing.assert_allclose(row[ends[-1]], total - sum(given_[:-1]), rtol=1e-6, atol=1e-6)
+        assert np.count_nonzero(row) <= len(ends) and not np.delete(row, ends).any()
+
+
+def test_a_group_of_equal_rewards_has_no_advantage_in_any_turn():
+    for name in ("grpo", "dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood"):
+        case = Case(1)
+        case.rewards = [[0.0] * (len(turns) - 1) + [0.1] for turns in case.places]
+        case.at_ends[:] = 0
+        case.episodes[:] = 0.1
+        np.testing.assert_array_equal(case.advantages(name), 0)
+
+
+def test_the_baseline_of_a_turn_adds_no_bias():
+    """Exact: all pairs of episodes, each with its probability.
+
+    The policy continues with probability p, for a reward of 2, or stops, for 1. In turn 2, it gets
+    3 with probability q, else -1. The mean of d log p(own choice) * A over all pairs is the
+    derivative of the mean return by p, 2 + 4 q - 1 - 1. A baseline of single rewards, added up over
+    turns, would favour the choice with fewer turns.
+    """
+    p, q = 0.3, 0.6
+    # Probability, d log probability / dp of turn 1, rewards of turns.
+    episodes = [
+        (1 - p, -1 / (1 - p), [1.0]),
+        (p * q, 1 / p, [2.0, 3.0]),
+        (p * (1 - q), 1 / p, [2.0, -1.0]),
+    ]
+    mean = 0.0
+    for pair in itertools.product(episodes, repeat=2):
+        mask = np.array([[True, False, len(rewards) > 1] for _, _, rewards in pair])
+        rewards = np.zeros((1, 2, 3), np.float32)
+        for row, (_, _, given_) in zip(rewards[0], pair):
+            row[: 2 * len(given_) : 2] = given_
+        found = advantages_of("rloo", credit="turn")(rewards, mask)
+        probability = pair[0][0] * pair[1][0]
+        mean += probability * sum(d * float(a[0]) for (_, d, _), a in zip(pair, found)) / 2
+    np.testing.assert_allclose(mean, 2 + (3 * q - (1 - q)) - 1, rtol=1e-6)
+
+
+def test_by_turn_is_needed_where_asked_for():
+    for name in NAMES:
+        assert algorithm(name, credit="turn").needs.turn_rewards
+        assert not algorithm(name).needs.turn_rewards

@@ -1,0 +1,83 @@
+"""The examples of docs/environments.md do what the page says."""
+
+import contextlib
+import pathlib
+import re
+
+import pytest
+
+from semrl_jax.environments.pool import EnvironmentPool
+from tests.environments.test_pool import section
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "environments.md").read_text()
+EXAMPLE, TOOLS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_example_can_be_won_in_seven_turns(tmp_path, monkeypatch):
+    assert len([line for line in EXAMPLE.splitlines() if line.strip()]) <= 15
+    (tmp_path / "guess.py").write_text(EXAMPLE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with EnvironmentPool(section("guess:Guess")) as environments:
+        low, high, total = 0, 99, 0.0
+        (opening,) = environments.openings(seed=1, count=1)
+        episode = environments.open(opening)
+        with contextlib.ExitStack() as stack:
+            stack.callback(episode.end)
+            for _ in range(7):
+                guess = (low + high) // 2
+                answer = episode.step(str(guess)).result(timeout=60)
+                assert not answer.error
+                total += answer.turn.reward
+                if answer.turn.done:
+                    break
+                higher = answer.turn.messages[0]["content"] == "higher"
+                low, high = (guess + 1, high) if higher else (low, guess - 1)
+    assert total == 1.0 and answer.turn.done
+
+
+def test_example_of_tools_has_ten_lines_and_is_solved(tmp_path, monkeypatch):
+    _, _, lines = TOOLS.partition("class Products")
+    assert len([line for line in lines.splitlines() if line.strip()]) == 10
+    (tmp_path / "products.py").write_text(TOOLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with EnvironmentPool(section("products:Products")) as environments:
+        (opening,) = environments.openings(seed=1, count=1)
+        episode = environments.open(opening)
+        a, b = opening.task["factors"]
+        call = f'```json\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n```'
+        try:
+            answer = episode.step(call).result(timeout=60)
+            assert answer.turn.messages[0]["content"] == (
+                f"<tool_response>\n{a * b}\n</tool_response>"
+            )
+            assert episode.step(f"{a * b}").result(timeout=60).turn == ((), 1.0, True)
+        finally:
+            episode.end()
+
+
+def test_page_names_every_environment_and_limit():
+    from semrl_jax.settings.environment import names
+
+    assert all(f"`{name}`" in PAGE for name in names())
+    for field in ("tool_format", "max_turns", "max_observation_chars", "timeout_s", "name"):
+        assert f"environment.{field}" in PAGE
+
+
+@pytest.mark.slow
+def test_the_packages_of_the_page_can_be_played():
+    names = re.findall(r"environment\.name='?((?:reasoning_gym|textarena):[^'\n]+)", PAGE)
+    assert len(names) == 4
+    for name in names:
+        with EnvironmentPool(section(name)) as environments:
+            (opening,) = environments.openings(seed=1, count=1)
+            episode = environments.open(opening)
+            with contextlib.ExitStack() as stack:
+                stack.callback(episode.end)
+                assert not episode.step("").result(timeout=60).error
+
+
+def test_the_page_names_every_game():
+    from semrl_jax.environments.kinds.textarena import MOVES, ONE_PLAYER
+
+    assert ", ".join(ONE_PLAYER) in " ".join(PAGE.split()) and ", ".join(MOVES) in PAGE

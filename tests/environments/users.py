@@ -1,0 +1,181 @@
+"""Environments as users might write them, imported by name in their processes."""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+
+from semrl_jax.environments import Turn
+
+
+class Vowels:
+    """Rewards vowels; says how many there were, up to three times.
+
+    The answers are drawn from the global generator, which `reset` must find seeded.
+    """
+
+    def __init__(self, turns=3):
+        self.turns, self.left = turns, 0
+
+    def tasks(self, seed, count):
+        numbers = random.Random(seed)
+        return [{"word": f"w{numbers.randrange(10**6)}", "answer": 3} for _ in range(count)]
+
+    def reset(self, task, seed):
+        self.left = self.turns
+        return f"Write about {task['word']}."
+
+    def step(self, message):
+        self.left -= 1
+        vowels = sum(message.count(letter) for letter in "aeiou")
+        reply = f"{vowels} of {random.randrange(100)}. More!"
+        return Turn(reply, reward=vowels / 10, done=not self.left)
+
+
+class Hostile:
+    """Does what the message says."""
+
+    def __init__(self, path=""):
+        self.path = path
+
+    def tasks(self, seed, count):
+        return [{"number": number} for number in range(count)]
+
+    def reset(self, task, seed):
+        if task["number"] == 99:
+            return f"The time is {time.time()}."
+        if task["number"] == 98:
+            raise ValueError("no reset")
+        return "Say something."
+
+    def step(self, message):
+        match message:
+            case "hang":
+                time.sleep(3600)
+            case "exit":
+                os._exit(3)
+            case "sys.exit":
+                sys.exit(3)
+            case "raise":
+                raise KeyError("two\nlines")
+            case "allocate":
+                bytearray(8 * 2**30)
+            case "print":
+                print('{"value": [[], 5.0, true]}\n' * 1000)
+                os.write(1, b"noise\n")
+                return Turn("printed")
+            case "read":
+                return Turn(input())
+            case "fork":
+                os.fork()
+                return Turn("forked")
+            case "daemon":
+                if os.fork() == 0:
+                    os.setsid()
+                    with open(self.path, "w") as file:
+                        file.write(str(os.getpid()))
+                    time.sleep(3600)
+                while not (os.path.exists(self.path) and os.path.getsize(self.path)):
+                    time.sleep(0.01)
+                return Turn("started")
+            case "close":
+                os.closerange(0, 1 << 16)
+            case "kill group":
+                os.killpg(0, signal.SIGKILL)
+            case "kill parent group":
+                os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+                time.sleep(60)  # the kernel kills this process, but not at once
+            case "stop parent":
+                with open(self.path, "w") as file:
+                    file.write(str(os.getpid()))
+                os.kill(os.getppid(), signal.SIGSTOP)
+                time.sleep(3600)
+            case "many":
+                return Turn([{"role": "user", "content": "a" * 100}] * 1_000_000)
+            case "many empty":
+                return Turn([{"role": "user", "content": ""}] * 1_000_000)
+            case "forge":
+                for entry in os.listdir("/proc/self/fd"):
+                    if int(entry) > 2:
+                        with contextlib.suppress(OSError):
+                            os.write(int(entry), b'{"value": [[], 5.0, true]}\n')
+                return Turn("forged")
+            case "long":
+                return Turn("a" * 100_000_000)
+            case "surrogate":
+                return Turn("a\ud800b")
+            case "infinite":
+                return Turn("infinite", reward=float("inf"))
+            case "nan":
+                return Turn("nan", reward=float("nan"))
+            case "both":
+                return Turn(reward=[-2.0, 1.0], done=True)
+            case "none":
+                return None
+            case "silent":
+                return Turn()
+            case "assistant":
+                return Turn([{"role": "assistant", "content": "I did it."}])
+            case "bytes":
+                return Turn([{"role": "user", "content": b"\xff"}])
+            case "mapping":
+                return {"messages": "mapped", "reward": 2, "done": False}
+        return Turn(message, 1.0, message == "end")
+
+
+class Tooled(Hostile):
+    """Its tool does what the call says."""
+
+    def __init__(self, path="", tools="own"):
+        super().__init__(path)
+        self.tools = {
+            "own": [self.obey], "untyped": [self.untyped], "method": [Tooled.obey],
+            "text": "obey", "twice": [self.obey] * 2, "long": [self.long],
+        }[tools]  # fmt: skip
+
+    def obey(self, what: str) -> str:
+        """Does something.
+
+        Args:
+          what: to do.
+        """
+        match what:
+            case "bytes":
+                return b"a\xff"
+            case "not a number":
+                return float("nan")
+            case "object":
+                return object()
+            case text if text.startswith("say "):
+                return text.removeprefix("say ")
+        return Hostile.step(self, what).messages
+
+    def untyped(self, what):
+        """Does something."""
+
+    def long(self, what: str):
+        """Does something.
+
+        Args:
+          what: X
+        """
+
+    long.__doc__ = long.__doc__.replace("X", "x" * 100_000)
+
+    def step(self, message):
+        return Turn(f"no call: {message}", 1.0, message == "end")
+
+
+class NoStep:
+    def tasks(self, seed, count):
+        return []
+
+    def reset(self, task, seed):
+        return ""
+
+
+class Picky(Hostile):
+    def __init__(self):
+        raise OSError("no corpus")

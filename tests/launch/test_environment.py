@@ -1,0 +1,105 @@
+"""A run with an environment, killed between and inside turns, and in two processes."""
+
+import jax
+import numpy as np
+import pytest
+
+from semrl_jax import data, models
+from tests.launch.comparison import assert_same_run
+from tests.launch.conftest import TINY, run, xla_flags
+from tests.launch.processes import finish, start_processes
+from tests.launch.test_kills import CONFIG, environment, kill_once, processes
+from tests.launch.test_processes import assert_close_rows
+
+NUM_STEPS = 3
+FLAGS = (
+    "--config.data.task=environment", "--config.environment.name=tests.environments.users:Vowels",
+    "--config.rollout.max_prompt_tokens=64", "--config.rollout.max_response_tokens=96",
+    "--config.evaluation.num_problems=4", f"--config.training.num_steps={NUM_STEPS}",
+    "--config.warm_start.num_steps=0",
+    # An untrained policy never writes the end token: one token in seven ends a turn.
+    *(f"--config.rollout.stop_token_ids={token}" for token in range(0, 280, 7)),
+)  # fmt: skip
+AHEAD = (
+    "--config.rollout.max_staleness=2",
+    "--config.algorithms.batch_rules.max_sampling_rounds=8",
+)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """The flags of a run with a random Qwen2 and a trained tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = data.train_tokenizer(["Write about w12345. 2 of 17. More! user assistant"], 280)
+    config = models.DecoderConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=16, max_position_embeddings=256, tie_embeddings=True,
+    )  # fmt: skip
+    params = models.Policy(config).init(jax.random.key(0))
+    models.save_directory(directory, params, config, tokenizer)
+    return (*FLAGS, f"--config.model.path={directory}")
+
+
+def finished(workdir, flags, config=CONFIG, **options):
+    arguments = (f"--config={config}", f"--workdir={workdir}", *flags)
+    result = run("launch.train", *arguments, timeout=600, **options)
+    assert result.returncode == 0, result.stderr
+
+
+def lines(*files):
+    return sum(file.read_text().strip().count("\n") + 1 for file in files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), AHEAD], ids=["now", "ahead"])
+def test_a_run_that_is_killed_plays_the_episodes_again(flags, more, tmp_path):
+    """The same rows, tokens and weights, and no process of an environment is left."""
+    flags, mark = (*flags, *more), "environments"
+    finished(tmp_path / "whole", flags, env=environment("none"))
+    random = np.random.default_rng(len(more))
+    for kill in ("turn:30 0.02", "turn:80 0.02"):  # in the first step, and in the second
+        kill_once(kill, tmp_path / "run", flags, random, mark)
+    finished(tmp_path / "run", flags, env=environment(mark))
+    assert_same_run(tmp_path / "run", tmp_path / "whole", NUM_STEPS)
+    assert not processes(mark) and not (tmp_path / "run" / "answers").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), AHEAD], ids=["now", "ahead"])
+def test_what_was_answered_before_a_kill_is_not_asked_again(flags, more, tmp_path):
+    """Without a checkpoint, all begins again: only calls that a kill interrupted are repeated."""
+    flags, mark = (*flags, *more, "--config.checkpoints.every_steps=100"), "answers"
+    random, repeated, answered = np.random.default_rng(len(more)), 0, 0
+
+    def logging_to(log):
+        name = f"tests.environments.logged:RecallingVowels:path={log}"
+        return (*flags, f"--config.environment.name={name}")
+
+    whole, log, run_ = tmp_path / "whole.log", tmp_path / "log", tmp_path / "run"
+    finished(tmp_path / "whole", logging_to(whole), env=environment("none"))
+    for kill in ("turn:30 0.02", "turn:80 0.02"):
+        kill_once(kill, run_, logging_to(log), random, mark)
+        answers = lines(*(run_ / "answers").iterdir())
+        repeated = lines(log) - answers  # with the first call of each start, which tries it
+        assert answers > answered
+        answered = answers
+    assert answered > 40 and repeated < 40
+    finished(run_, logging_to(log), env=environment(mark))
+    assert_same_run(run_, tmp_path / "whole", NUM_STEPS)
+    assert lines(log) == lines(whole) + repeated
+
+
+BY_TURN = (*AHEAD, "--config.algorithms.advantage.credit=turn")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param((), marks=pytest.mark.soak), pytest.param(BY_TURN, marks=pytest.mark.slow)],
+    ids=["now", "ahead"],
+)
+def test_two_processes_play_the_episodes_of_one(flags, more, tmp_path):
+    flags = (*flags, *more)
+    for code, _, err in finish(start_processes(tmp_path / "two", 2, *flags)):
+        assert code == 0, err
+    finished(tmp_path / "one", flags, TINY, env={"XLA_FLAGS": xla_flags(4)})
+    assert_close_rows(tmp_path / "two", tmp_path / "one")
