@@ -51,7 +51,9 @@ def lines(*files):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), AHEAD], ids=["now", "ahead"])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(AHEAD, marks=pytest.mark.soak)], ids=["now", "ahead"]
+)
 def test_a_run_that_is_killed_plays_the_episodes_again(flags, more, tmp_path):
     """The same rows, tokens and weights, and no process of an environment is left."""
     flags, mark = (*flags, *more), "environments"
@@ -64,7 +66,7 @@ def test_a_run_that_is_killed_plays_the_episodes_again(flags, more, tmp_path):
     assert not processes(mark) and not (tmp_path / "run" / "answers").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("more", [(), AHEAD], ids=["now", "ahead"])
 def test_what_was_answered_before_a_kill_is_not_asked_again(flags, more, tmp_path):
     """Without a checkpoint, all begins again: only calls that a kill interrupted are repeated."""
@@ -94,7 +96,7 @@ BY_TURN = (*AHEAD, "--config.algorithms.advantage.credit=turn")
 
 @pytest.mark.parametrize(
     "more",
-    [pytest.param((), marks=pytest.mark.soak), pytest.param(BY_TURN, marks=pytest.mark.slow)],
+    [pytest.param((), marks=pytest.mark.soak), pytest.param(BY_TURN, marks=pytest.mark.soak)],
     ids=["now", "ahead"],
 )
 def test_two_processes_play_the_episodes_of_one(flags, more, tmp_path):
