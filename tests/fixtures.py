@@ -4,9 +4,11 @@ import concurrent.futures
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
+from semrl_jax import data, models
 from semrl_jax.cluster.links import Listener
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.rewards import Verdict
@@ -108,3 +110,14 @@ def reports_where_looked_at(request, monkeypatch):
     """Drawing a report takes longer than a small run: only for tests that ask for `report`."""
     if "report" not in request.fixturenames:
         monkeypatch.setattr("semrl_jax.runs.run.write_report", lambda workdir: None)
+
+
+def save_chat_model(directory, text, vocab_size):
+    """Writes a random Qwen2, and a tokenizer with a chat template that is trained on the text."""
+    tokenizer = data.train_tokenizer([text], vocab_size)
+    config = models.DecoderConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=16, max_position_embeddings=256, tie_embeddings=True,
+    )  # fmt: skip
+    params = models.Policy(config).init(jax.random.key(0))
+    models.save_directory(directory, params, config, tokenizer)

@@ -344,9 +344,6 @@ class EnvironmentPools:
             total.update(pool.counters)
         return dict(total)
 
-    def count(self, *names: str) -> None:
-        next(iter(self._pools.values())).count(*names)
-
 
 class Episode:
     """The environment of one episode. Calls are answered one after the other.
@@ -376,6 +373,10 @@ class Episode:
         """
         self._pool.count("turns")
         return self._pool.submit(self._step, message)
+
+    def count(self, kind: str) -> None:
+        """Counts a failure that its caller found, such as "invalid"."""
+        self._pool.count(kind)
 
     def end(self) -> None:
         """Ends the process of the episode, also during a call."""

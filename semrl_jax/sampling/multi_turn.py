@@ -196,7 +196,7 @@ class MultiTurn:
             text = texts[one]
             if text.error:
                 one.error = error_line("invalid", text.error)
-                self.environments.count("invalid")
+                one.environment.count("invalid")
                 yield one.ended()
             elif one.num_tokens + len(text.token_ids) >= self.max_tokens:
                 yield one.ended("length")

@@ -269,7 +269,7 @@ def test_pools_of_several_environments_open_episodes_by_name():
             done = [episode.step("a").result(timeout=60).turn.done for _ in range(turns)]
             episode.end()
             assert (found.environment, done) == (name, [False] * (turns - 1) + [True])
-        pools.count("invalid")
+        episode.count("invalid")
         counters = pools.counters
     assert (counters["num_episodes"], counters["num_turns"], counters["num_invalid"]) == (2, 3, 1)
     assert not EnvironmentPools(section(""), [])

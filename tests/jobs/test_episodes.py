@@ -1,14 +1,13 @@
 """Episodes in `evaluate` and `play`, with a random policy."""
 
-import jax
 import pytest
 
-from semrl_jax import data, models
 from semrl_jax.evaluation.samples import read_samples
 from semrl_jax.jobs import evaluate, play
 from semrl_jax.jobs.result_directory import ResultDirectory
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.support.errors import UserError
+from tests.fixtures import save_chat_model
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -19,13 +18,7 @@ GAME = "tests.environments.users:Vowels"
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = data.train_tokenizer(["Write about w12345. 2 of 17. More! user assistant"], 280)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=16, max_position_embeddings=256, tie_embeddings=True,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(directory, params, config, tokenizer)
+    save_chat_model(directory, "Write about w12345. 2 of 17. More! user assistant", 280)
     (found,) = find_policies(str(directory), None)
     return found
 

@@ -1,10 +1,9 @@
 """A run with an environment, killed between and inside turns, and in two processes."""
 
-import jax
 import numpy as np
 import pytest
 
-from semrl_jax import data, models
+from tests.fixtures import save_chat_model
 from tests.launch.comparison import assert_same_run
 from tests.launch.conftest import TINY, run, xla_flags
 from tests.launch.processes import finish, start_processes
@@ -30,13 +29,7 @@ AHEAD = (
 def flags(tmp_path_factory):
     """The flags of a run with a random Qwen2 and a trained tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = data.train_tokenizer(["Write about w12345. 2 of 17. More! user assistant"], 280)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=16, max_position_embeddings=256, tie_embeddings=True,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(directory, params, config, tokenizer)
+    save_chat_model(directory, "Write about w12345. 2 of 17. More! user assistant", 280)
     return (*FLAGS, f"--config.model.path={directory}")
 
 

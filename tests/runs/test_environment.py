@@ -1,14 +1,13 @@
 """Training with an environment, from the config to the weights."""
 
-import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from semrl_jax import data, models
+from semrl_jax import data
 from semrl_jax.environments.journal import Journal
 from semrl_jax.runs import train
-from tests.fixtures import read_rows
+from tests.fixtures import read_rows, save_chat_model
 from tests.oracles import algorithms as oracle
 from tests.tiny import tiny_config
 
@@ -21,13 +20,7 @@ STOPS = 40  # one token in seven ends a turn: an untrained policy never writes t
 def model(tmp_path_factory):
     """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = data.train_tokenizer(["Write about w12345. 2 of 17. More! user assistant"], 280)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=16, max_position_embeddings=256, tie_embeddings=True,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(directory, params, config, tokenizer)
+    save_chat_model(directory, "Write about w12345. 2 of 17. More! user assistant", 280)
     return directory
 
 

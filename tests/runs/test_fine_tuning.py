@@ -2,29 +2,21 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from configs import default
-from semrl_jax import data, models
 from semrl_jax.runs import fine_tune
 from semrl_jax.support.errors import UserError
-from tests.fixtures import read_rows
+from tests.fixtures import read_rows, save_chat_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = data.train_tokenizer(["What is 1 plus 1?"], 270)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=8, max_position_embeddings=128, tie_embeddings=True,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(directory, params, config, tokenizer)
+    save_chat_model(directory, "What is 1 plus 1?", 270)
     return directory
 
 
@@ -46,7 +38,7 @@ def config(model, tmp_path):
         ({"sft.files": ("/nowhere.jsonl",)}, "sft.files: prompt file '/nowhere.jsonl' does not"),
         ({"sft.evaluation_files": ("/no.jsonl",)}, "sft.evaluation_files: prompt file '/no.jsonl'"),
         ({"sft.evaluation_files": ("CHATS", "CHATS")}, "two files have the same name"),
-        ({"sft.max_tokens": 256}, "sft.max_tokens=256 must be at most the model's context of 128"),
+        ({"sft.max_tokens": 512}, "sft.max_tokens=512 must be at most the model's context of 256"),
         ({"sft.max_tokens": 9}, "none of the 1 conversations can be used within sft.max_tokens=9"),
         ({"sft.chat_template": "/no.jinja"}, "sft.chat_template='/no.jinja' cannot be read"),
         ({"sft.row_format": "prompt_completion"}, "chats.jsonl, line 1: field 'completion' is mis"),
