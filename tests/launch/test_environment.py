@@ -7,7 +7,7 @@ from tests.fixtures import save_chat_model
 from tests.launch.comparison import assert_same_run
 from tests.launch.conftest import TINY, run, xla_flags
 from tests.launch.processes import finish, start_processes
-from tests.launch.test_kills import CONFIG, environment, kill_once, processes
+from tests.launch.test_kills import CONFIG, assert_no_orphans, environment, kill_once
 from tests.launch.test_processes import assert_close_rows
 
 NUM_STEPS = 3
@@ -56,7 +56,8 @@ def test_a_run_that_is_killed_plays_the_episodes_again(flags, more, tmp_path):
         kill_once(kill, tmp_path / "run", flags, random, mark)
     finished(tmp_path / "run", flags, env=environment(mark))
     assert_same_run(tmp_path / "run", tmp_path / "whole", NUM_STEPS)
-    assert not processes(mark) and not (tmp_path / "run" / "answers").exists()
+    assert_no_orphans(mark)
+    assert not (tmp_path / "run" / "answers").exists()
 
 
 @pytest.mark.soak

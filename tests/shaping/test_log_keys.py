@@ -16,7 +16,7 @@ from semrl_jax.runs import train
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.statistics import batch_scalars
 from tests.evaluation.making import make_sample
-from tests.fixtures import make_scored
+from tests.fixtures import make_scored, save_chat_model
 from tests.shaping import by_name
 from tests.tiny import tiny_config
 
@@ -83,7 +83,7 @@ OUR_KEYS = {
 
 
 def as_expression(key):
-    return re.compile(re.sub(r"<\w+>", "[a-z0-9_]+", re.escape(key)) + r"\Z")
+    return re.compile(re.sub(r"<\w+>", "[A-Za-z0-9_]+", re.escape(key)) + r"\Z")
 
 
 def undocumented(keys):
@@ -150,6 +150,20 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path):
         }
     )
     keys |= keys_of_run(config, tmp_path / "ppo")
+    save_chat_model(tmp_path / "model", "Write about w12345. 2 of 17. More! user assistant", 280)
+    with_turns = tiny_config()
+    with_turns.update_from_flattened_dict(
+        {
+            "model.path": str(tmp_path / "model"),
+            "data.task": "environment",
+            "environment.name": "tests.environments.users:Vowels",
+            "rollout.stop_token_ids": tuple(range(0, 280, 7)),  # an untrained policy never ends
+            "rollout.max_prompt_tokens": 64,
+            "rollout.max_response_tokens": 96,
+            "training.num_steps": 1,
+        }
+    )
+    keys |= keys_of_run(with_turns, tmp_path / "turns")
     assert undocumented(keys) == []
     unwritten = [key for key in OUR_KEYS if not any(as_expression(key).match(k) for k in keys)]
     assert unwritten == OF_A_REWARD_MODEL, unwritten

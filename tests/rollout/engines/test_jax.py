@@ -376,7 +376,8 @@ def test_a_slot_that_a_stop_string_freed_is_inactive(policy, params, tokenizer):
     num_stopped = 0
     while not call.done:
         num_stopped += sum(rollout.finish_reason == "stop" for rollout in call.step())
-        assert [bool(r) for r in call._running] == np.asarray(call._slots.active).tolist()
+        if not call.done:  # then it has no slots any more
+            assert [bool(r) for r in call._running] == np.asarray(call._slots.active).tolist()
     assert num_stopped > 20
 
 

@@ -154,10 +154,12 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
     policy = dataclasses.replace(POLICY, mesh=mesh)
     sampling = dataclasses.replace(SAMPLING["sampled"], max_tokens=max_tokens)
     asked = GenerateCall(tuple(make_requests()), sampling, STATES, VERSION)
-    call = decoding.DecodingCall(policy, held, asked, max_batch=16, chunk=7)
+    call = decoding.DecodingCall(policy, held, asked, max_batch=16, chunk=3)
     seen = set()
     while not call.done:
         call.step()
+        if call.done:  # then it has no slots any more
+            break
         batch, columns = call._slots.cache.positions.shape
         seen.add((batch, columns))
         for cached in jax.tree.leaves(call._slots.cache[:2]):
