@@ -7,7 +7,8 @@ a row apart, and positions start from 0 in each.
 
 Responses to the same prompt share it if that takes less computation. A bundle then takes the place
 of a sequence: the prompt once, and several responses after it. Each response attends to the prompt
-and to itself. Positions of each response begin after the last position of the prompt.
+and to itself. Positions of each response begin after the last position of the prompt. Such rows are
+filled in the order of the responses, so a prompt is once in each row that has responses to it.
 
 Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
 into slots, and only slots get logits. Context inside a response (False in `response_mask`) is
@@ -314,31 +315,34 @@ class Arrangement(NamedTuple):
 def _cheapest(
     sequences: Sequences, batch: RolloutBatch, plan: RowPlan, attention_columns: float
 ) -> Arrangement:
-    """Bundles of one sequence each; or of at most 2, 4, 8, ..., if that costs less."""
+    """Bundles of one sequence each; or rows filled with larger ones, if that costs less."""
     columns, response_columns = batch.token_ids.shape[1], batch.response_mask.shape[1]
     longest = plan.split_evenly(
         bucket(int((sequences.prompts + sequences.responses).max()), columns)
     )
     most_columns = plan.micro_batch_tokens or longest * (plan.micro_batch_size // plan.num_shards)
 
-    def arranged(bundle_of: Int[np.ndarray, " B"]) -> Arrangement:
-        is_shared = len(bundle_of) > bundle_of[-1] + 1
+    def arranged(
+        bundle_of: Int[np.ndarray, " B"], pile_of: Int[np.ndarray, " N"], is_shared: bool
+    ) -> Arrangement:
+        """Bundles of one pile lie in one row."""
         lengths = sequences.prompts[np.unique(bundle_of, return_index=True)[1]]
         lengths = lengths + np.bincount(bundle_of, sequences.responses).astype(np.int64)
+        piles = np.bincount(pile_of, lengths).astype(np.int64)
         if plan.pack_sequences:
             num_columns, rows_per_shard = plan.micro_batch_tokens, 1
-            row_of, num_micro = packed_rows(lengths, num_columns, plan)
+            row_of, num_micro = packed_rows(piles, num_columns, plan)
             num_places = few_sizes(num_micro)
         else:
             num_columns = longest
             if is_shared:
-                size = plan.split_evenly(few_sizes(int(lengths.max()), per_octave=16))
-                num_columns = min(size, most_columns)
+                num_columns = min(plan.split_evenly(few_sizes(int(piles.max()))), most_columns)
             most_rows = most_columns // num_columns
             if not plan.micro_batch_tokens:
                 most_rows = min(most_rows, plan.micro_batch_size // plan.num_shards)
-            row_of, num_micro, rows_per_shard = single_rows(lengths, most_rows, plan)
+            row_of, num_micro, rows_per_shard = single_rows(piles, most_rows, plan)
             num_places = few_sizes(num_micro) if is_shared else num_micro
+        row_of = row_of[pile_of]
         pairs = float(num_micro * rows_per_shard * num_columns**2)
         platform = platform_of(plan.mesh)
         if block := block_columns(num_columns, platform, plan.mesh.shape["sequence"]):
@@ -355,14 +359,33 @@ def _cheapest(
             plan.split_evenly(num_slots), pairs,
         )  # fmt: skip
 
-    found, size = [arranged(np.arange(len(batch.token_ids)))], 2
-    while attention_columns and sequences.same_prompt.any():
-        bundle_of = _bundles(sequences, size, most_columns)
-        if np.array_equal(bundle_of, found[-1].bundle_of):
-            break
-        found.append(arranged(bundle_of))
-        size *= 2
+    alone = np.arange(len(batch.token_ids))
+    found = [arranged(alone, alone, is_shared=False)]
+    num_columns = int((sequences.prompts + sequences.responses).max()) - 1
+    while attention_columns and sequences.same_prompt.any() and num_columns < most_columns:
+        num_columns = min(few_sizes(num_columns + 1), most_columns)
+        found.append(arranged(*_filled_rows(sequences, num_columns), is_shared=True))
     return min(found, key=lambda each: each.cost(attention_columns))  # the first of equals
+
+
+def _filled_rows(
+    sequences: Sequences, num_columns: int
+) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " N"]]:
+    """Fills rows in the order of the sequences; a prompt is once in each row that needs it.
+
+    Returns:
+      The bundle of each sequence, and the row of each bundle.
+    """
+    bundle_of, row_of, row, free = [], [], -1, 0
+    for same, prompt, response, _ in zip(*(column.tolist() for column in sequences)):
+        if not same or response > free:
+            if prompt + response > free:
+                row, free = row + 1, num_columns
+            row_of.append(row)
+            free -= prompt
+        bundle_of.append(len(row_of) - 1)
+        free -= response
+    return np.array(bundle_of), np.array(row_of)
 
 
 def _seen_in_blocks(sequences: Sequences, bundle_of: Int[np.ndarray, " B"], block: int) -> float:
@@ -384,19 +407,6 @@ def _same_prompts(
     prompts = np.where(tokens, token_ids, -1)
     same = (prompts[1:] == prompts[:-1]).all(axis=1) & tokens[1:].any(axis=1)
     return np.concatenate([[False], same])
-
-
-def _bundles(sequences: Sequences, size: int, most_columns: int) -> Int[np.ndarray, " B"]:
-    """The bundle of each sequence: at most `size` with the same prompt, in their order."""
-    found, held, columns = [], 0, 0
-    for same, prompt, response, _ in zip(*sequences):
-        if not (found and same and held < size and columns + response <= most_columns):
-            found.append(found[-1] + 1 if found else 0)
-            held, columns = 0, prompt
-        else:
-            found.append(found[-1])
-        held, columns = held + 1, columns + response
-    return np.array(found)
 
 
 def single_rows(
@@ -498,10 +508,7 @@ def longest_first(lengths: Int[np.ndarray, " B"]) -> Sequence[int]:
     return np.argsort(-lengths, kind="stable").tolist()
 
 
-def few_sizes(count: int, per_octave: int = 4) -> int:
-    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more.
-
-    With more sizes `per_octave`, n, at most 1/n more.
-    """
-    step = max(next_power_of_two(count) // (2 * per_octave), 1)
+def few_sizes(count: int) -> int:
+    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
+    step = max(next_power_of_two(count) // 8, 1)
     return -(-count // step) * step
