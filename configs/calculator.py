@@ -1,7 +1,7 @@
 """A real language model on a laptop: SmolLM2-135M learns to use a calculator.
 
     python -m launch.prepare_model --name=smollm2-135m --output=runs/models/smollm2
-    python -m benchmarks.tool_learning --seeds=0
+    python -m benchmarks.environment_learning calculator --model=runs/models/smollm2
 
 The benchmark writes demonstrations, fine-tunes the model on them, and trains with this config. An
 episode is a problem such as "What is 4821 * 77?", calls of the calculator, and an answer.
@@ -13,7 +13,7 @@ from configs import smollm2
 def get_config():
     """The sizes of configs/smollm2.py, with the environment in place of the problems."""
     config = smollm2.get_config()
-    config.model.path = "runs/tool_learning/demonstrations/model"
+    config.model.path = "runs/calculator/demonstrations/model"
     config.data.task = "environment"
     config.data.reasoning_gym = ()
     config.data.template = "auto"

@@ -220,6 +220,7 @@ class Rollout:
         measured.
       environment_error: why the environment failed; "" if it did not.
       environment_s: seconds that the environment took to answer.
+      verdicts: of the environment by name, each summed over the turns, without its weight.
     """
 
     sample_id: str
@@ -246,6 +247,7 @@ class Rollout:
     turn_effective_rank_acceleration: Float[np.ndarray, " _"] | None = None
     environment_error: str = ""
     environment_s: float = 0.0
+    verdicts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.response_mask is None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from semrl_jax.settings.environment import BUILT_IN
-from semrl_jax.settings.rewards import MAX_SCORE
+from semrl_jax.settings.rewards import MAX_SCORE, TAKEN_NAMES, is_reward_name
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.isolation import error_text
 from semrl_jax.support.modules import load_module
@@ -36,13 +36,17 @@ class Turn(NamedTuple):
       messages: for the policy, each with role and content; a text is one message of the user. Not
         read if the episode is over.
       reward: of the message that is answered. A list is added to the rewards of the last turns,
-        this one last: the end of a game decides about earlier moves too.
+        this one last: the end of a game decides about earlier moves too. A mapping has verdicts by
+        name: the reward is their sum with the environment's `weights`.
       done: whether the episode is over.
+      is_own: whether the policy's next message is trained on. If not, the policy plays an opponent:
+        the message is context, and its reward goes to the last message that is trained on.
     """
 
     messages: str | Sequence[Mapping[str, str]] = ()
-    reward: float | Sequence[float] = 0.0
+    reward: float | Sequence[float] | Mapping[str, float] = 0.0
     done: bool = False
+    is_own: bool = True
 
 
 @runtime_checkable
@@ -55,6 +59,8 @@ class Environment(Protocol):
 
     An environment may have `tools`, a list of functions that the policy calls, see
     `tools.functions`. Calls in a message are run and answered, and `step` gets the other messages.
+    It may have `weights`, the weight in the reward of each verdict by name, and `is_self_play`: the
+    policy plays several sides in turn.
 
     A run that was killed plays the episodes of its incomplete batches again. Messages that were
     answered get the same answers, and no tool is called for them again. Where an episode goes on
@@ -80,6 +86,23 @@ class Environment(Protocol):
 
     def step(self, message: str) -> Turn | tuple | Mapping[str, Any]:
         """Answers a whole message of the policy: the text of its tokens, without the end token."""
+
+
+def as_weights(weights: Any) -> dict[str, float]:
+    """The weights of verdicts by name, as JSON has them.
+
+    Raises:
+      UserError: if they are something else.
+    """
+    found = dict(weights) if isinstance(weights, collections.abc.Mapping) else {"": weights}
+    for name, weight in found.items():
+        is_number = isinstance(weight, numbers.Real) and abs(weight) <= MAX_SCORE  # NaN is not
+        if not is_reward_name(name) or not is_number:
+            raise UserError(
+                f"weights={weights!r:.100} must give a number for each name of a verdict, which "
+                f"has letters, digits, '_', '.' and '-', and is not one of {TAKEN_NAMES}."
+            )
+    return {name: float(weight) for name, weight in found.items()}
 
 
 class GarbageError(ValueError):
@@ -127,7 +150,7 @@ def load_class(field: str, name: str, parts: Sequence[str]) -> type:
 
 
 def as_turn(result: Any, max_chars: int) -> Turn:
-    """Reads what `step` returned: a `Turn`, its three values, or a mapping with its fields.
+    """Reads what `step` returned: a `Turn`, its first three values, or a mapping with its fields.
 
     Returns:
       A turn of plain Python values, whose messages have at most `max_chars` characters together;
@@ -149,24 +172,29 @@ def _turn(result: Any, max_chars: int) -> Turn:
         if unknown := sorted(map(str, result.keys() - set(Turn._fields))):
             raise GarbageError(f"unknown keys {unknown}; known: {', '.join(Turn._fields)}")
         result = Turn(**result)
-    elif not (isinstance(result, tuple) and len(result) == len(Turn._fields)):
+    elif not (isinstance(result, tuple) and 3 <= len(result) <= len(Turn._fields)):
         raise GarbageError(f"step must return a Turn, not {result!r:.80}")
-    messages, reward, done = result
-    given = list(reward) if isinstance(reward, list | tuple) else [reward]
+    messages, reward, done, is_own = Turn(*result)
+    by_name = isinstance(reward, collections.abc.Mapping)
+    given = list(reward.values()) if by_name else reward
+    given = list(given) if isinstance(given, list | tuple) else [given]
     values = [float(x) if isinstance(x, numbers.Real) else math.nan for x in given]
     if not (values and all(abs(x) <= MAX_SCORE for x in values)):  # NaN is not
         raise GarbageError(
             f"reward must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}, not {reward!r:.50}"
         )
-    value = values if len(values) > 1 else values[0]
-    if not isinstance(done, numbers.Integral) and type(done).__name__ not in ("bool", "bool_"):
-        raise GarbageError(f"done must be a bool, not {done!r:.50}")
+    value: float | list[float] | dict[str, float] = values if len(values) > 1 else values[0]
+    if by_name:
+        value = dict(zip(map(str, reward), values))
+    for name, flag in (("done", done), ("is_own", is_own)):
+        if not isinstance(flag, numbers.Integral) and type(flag).__name__ not in ("bool", "bool_"):
+            raise GarbageError(f"{name} must be a bool, not {flag!r:.50}")
     if done:
         return Turn((), value, True)
     found = as_messages(messages, ROLES, max_chars)
     if not found:
         raise GarbageError("a turn that is not done needs a message for the policy")
-    return Turn(found, value, False)
+    return Turn(found, value, False, bool(is_own))
 
 
 def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Message]:

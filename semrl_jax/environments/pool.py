@@ -21,6 +21,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from semrl_jax.environments.interface import (
@@ -37,6 +38,7 @@ from semrl_jax.environments.tools.formats import ToolFormat, choose_format
 from semrl_jax.environments.tools.functions import Answer as ToolAnswer
 from semrl_jax.settings.environment import Environment as Settings
 from semrl_jax.settings.environment import Named, check, named
+from semrl_jax.settings.rewards import MAX_SCORE
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import check_fields
@@ -74,11 +76,13 @@ class Answer(NamedTuple):
       error: "" or why it did not, beginning with its kind: "timeout", "crash", "exception" (it
         raised) or "invalid" (it returned garbage); the turn is then done.
       seconds: that the call took.
+      verdicts: by name, if the environment gave several; the turn has their weighted sum.
     """
 
     turn: Turn
     error: str = ""
     seconds: float = 0.0
+    verdicts: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,7 @@ class EnvironmentPool:
         self.name = options["name"]
         self.named = named(self.name)
         self.limits = Limits(**{f.name: options[f.name] for f in dataclasses.fields(Limits)})
-        self._schemas: list[dict[str, Any]] = []  # of tools
+        self._about: Mapping[str, Any] = {}  # the environment; see worker.py
         self._form, self._form_name = choose_format(None), options["tool_format"]
         self._lock = threading.Lock()  # guards all below
         self._home: _Home | None = None
@@ -155,7 +159,17 @@ class EnvironmentPool:
     def schemas(self) -> list[dict[str, Any]]:
         """The JSON schemas of the environment's tools; raises as entering the context does."""
         self._starts.result()
-        return self._schemas
+        return self._about["schemas"]
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weight of each verdict of the environment; {} if it gives rewards alone."""
+        return self._about["weights"]
+
+    @property
+    def is_self_play(self) -> bool:
+        """Whether the policy plays several sides."""
+        return self._about["is_self_play"]
 
     def speak(self, chat_template: str) -> list[dict[str, Any]]:
         """Has the policy call tools as its chat template writes calls.
@@ -265,7 +279,7 @@ class EnvironmentPool:
                     home = self._starting = _Home()
                 try:
                     reply = home.begin(self.named, self.limits.memory_limit_gib)
-                    problem, self._schemas = reply.get("problem", ""), reply.get("schemas", [])
+                    problem, self._about = reply.get("problem", ""), reply
                 except (OSError, ValueError) as error:
                     problem, reason = None, str(error)
                 with self._lock:
@@ -359,7 +373,8 @@ class Episode:
         self._connection: _Connection | None = None
         self._failed: Reply | None = None
         self._is_over = False
-        self._turn = self._num_answered = 0
+        self._turn = self._num_own = 0
+        self._is_own = True  # the message that comes next
         self._said = hashlib.sha256(json.dumps(opening).encode())
         self._untold: list[tuple[str, Any]] = []  # messages, and the values of their replies
         self._begun: concurrent.futures.Future | None = None
@@ -373,6 +388,11 @@ class Episode:
         """
         self._pool.count("turns")
         return self._pool.submit(self._step, message)
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """The names of the environment's verdicts."""
+        return tuple(self._pool.weights)
 
     def count(self, kind: str) -> None:
         """Counts a failure that its caller found, such as "invalid"."""
@@ -432,10 +452,11 @@ class Episode:
             try:
                 chars = self._pool.limits.max_observation_chars
                 turn, errors = reply.value
-                answer = Answer(as_turn(tuple(turn), chars), "", reply.seconds)
-                self._num_answered += 1
-                reward = answer.turn.reward
-                if isinstance(reward, list) and len(reward) > self._num_answered:
+                turn, verdicts = self._weighted(as_turn(tuple(turn), chars))
+                answer = Answer(turn, "", reply.seconds, verdicts)
+                self._num_own += self._is_own
+                self._is_own, reward = turn.is_own, turn.reward
+                if isinstance(reward, list) and len(reward) > self._num_own:
                     raise GarbageError(f"reward {reward} has more values than turns")
                 for failed in errors:
                     self._pool.count("tool call", *["failed tool call"] * bool(failed))
@@ -443,6 +464,20 @@ class Episode:
             except (GarbageError, TypeError, ValueError) as error:
                 reply = self._fail("invalid", error, time.monotonic() - reply.seconds)
         return Answer(Turn((), 0.0, True), reply.error, reply.seconds)
+
+    def _weighted(self, turn: Turn) -> tuple[Turn, Mapping[str, float]]:
+        """The turn with one reward, and the verdicts that it is the sum of."""
+        if not isinstance(turn.reward, Mapping):
+            return turn, {}
+        if unknown := sorted(turn.reward.keys() - self._pool.weights):
+            raise GarbageError(
+                f"reward has {unknown}, which are not in the environment's weights; known: "
+                f"{', '.join(self._pool.weights) or 'none'}"
+            )
+        reward = sum(self._pool.weights[name] * value for name, value in turn.reward.items())
+        if not abs(reward) <= MAX_SCORE:
+            raise GarbageError(f"the weighted sum {reward:g} of the reward is beyond {MAX_SCORE:g}")
+        return turn._replace(reward=reward), turn.reward
 
     def _asked(self, message: str) -> Reply:
         """The reply of the process, after it was told of earlier messages."""

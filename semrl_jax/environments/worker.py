@@ -4,7 +4,8 @@ It makes the environment once, and forks a process for each episode, which has a
 costs no start of Python, and shares neither state nor death with another one.
 
 Standard input is a socket of messages. The first one is a request with "name", "options" and
-"memory_limit_gib"; its reply is {"schemas": of its tools} or {"problem": text}. Then comes
+"memory_limit_gib"; its reply is {"schemas": of its tools, "weights": of its verdicts,
+"is_self_play"} or {"problem": text}. Then comes
 {"open": number, "form": [name, in_template] of calls of tools} with a socket for an episode of this
 number, and {"end": number} ends all its processes.
 
@@ -34,6 +35,7 @@ from semrl_jax.environments.interface import (
     as_messages,
     as_tasks,
     as_turn,
+    as_weights,
     load_environment,
 )
 from semrl_jax.environments.tools.formats import Toolbox, tool_format
@@ -63,8 +65,9 @@ def main() -> int:
     start = json.loads(control.recv(MAX_MESSAGE_BYTES))
     limit_memory(start["memory_limit_gib"])
     try:
-        environment, tools = made(start["name"], start["options"])
-        reply = {"schemas": tools.schemas}
+        environment, tools, weights = made(start["name"], start["options"])
+        is_self_play = bool(getattr(environment, "is_self_play", False))
+        reply = {"schemas": tools.schemas, "weights": weights, "is_self_play": is_self_play}
     except UserError as error:
         reply = {"problem": str(error)}
     control.send(json.dumps({"id": start["id"], **reply}).encode() + b"\n")
@@ -97,12 +100,12 @@ def main() -> int:
         ended -= {guard for guard in ended if os.waitpid(guard, os.WNOHANG)[0]}
 
 
-def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox]:
-    """Makes an environment, and finds its tools; it may have none.
+def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, dict[str, float]]:
+    """Makes an environment, and finds its tools and weights; it may have none.
 
     Raises:
       UserError: if the class cannot be imported, or cannot be made with these options, or if the
-        schema of a tool cannot be derived.
+        schema of a tool cannot be derived, or if a weight is no number.
     """
     try:
         environment = load_environment(name)(**options)
@@ -122,7 +125,7 @@ def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox]:
             f"environment.name: {name} has tools={tools!r:.80}; it must be a list of functions."
         )
     try:
-        found = Toolbox(tools)
+        found, weights = Toolbox(tools), as_weights(getattr(environment, "weights", {}))
     except UserError as error:
         raise UserError(f"environment.name: {name}: {error}") from error
     if (size := len(json.dumps(found.schemas))) > MAX_SCHEMAS_CHARS:
@@ -130,7 +133,7 @@ def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox]:
             f"environment.name: {name}: the schemas of tools have {size} characters; at most "
             f"{MAX_SCHEMAS_CHARS} are allowed, so shorten their docstrings."
         )
-    return environment, found
+    return environment, found, weights
 
 
 def serve(fd: int, environment: Environment, tools: Toolbox) -> None:

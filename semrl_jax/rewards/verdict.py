@@ -24,7 +24,7 @@ class Verdict:
       extracted: the answer found in the response; None if there is none or the verifier failed.
       error: "" or what went wrong, beginning with its kind: "timeout", "crash", "too_long",
         "exception: ..." (the verifier raised), "invalid: ..." (it returned no verdict).
-      parts: with `rewards.functions`, the score of each by its name, without its weight.
+      parts: with several functions or verdicts, the score of each by its name, without its weight.
     """
 
     score: float
@@ -130,17 +130,23 @@ def _bounded(total: float, errors: list[str]) -> float:
     return min(max(total, -MAX_SCORE), MAX_SCORE)
 
 
-def episode_verdict(rewards: Sequence[float], error: str, failure_score: float) -> Verdict:
+def episode_verdict(
+    rewards: Sequence[float],
+    error: str,
+    failure_score: float,
+    parts: Mapping[str, float] | None = None,
+) -> Verdict:
     """The verdict of an environment: the sum of the rewards of its turns; 1 and more is correct.
 
     Args:
       error: why the environment failed; "" if it did not.
       failure_score: the score of an episode whose environment failed.
+      parts: verdicts by name, whose weighted sum the rewards are.
     """
     errors = [error] * bool(error)
     score = failure_score if error else _bounded(math.fsum(rewards), errors)
     is_correct = not error and round(score, 6) >= 1.0  # a sum of floats
-    return Verdict(score, is_correct, False, None, "; ".join(errors))
+    return Verdict(score, is_correct, False, None, "; ".join(errors), dict(parts or {}))
 
 
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:

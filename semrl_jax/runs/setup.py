@@ -193,6 +193,12 @@ def check_inputs(
         for line in first_answers([*prompts.examples, *problems], tokenizer, environments):
             report(line)
         episodes = MultiTurn.of(config, tokenizer, end_tokens, environments)
+        name, credit = config.environment.name, config.algorithms.advantage.credit
+        if name and environments[name].is_self_play and credit != "turn":
+            raise UserError(
+                f"environment.name={name!r}: the policy plays all sides, whose rewards sum to 0 in "
+                "an episode; set algorithms.advantage.credit=turn, or an opponent."
+            )
     critic = critic_directory = None
     if algorithm.needs.values:
         critic = models.ValueModel.of(dataclasses.replace(policy, mesh=mesh))

@@ -161,11 +161,11 @@ class MultiTurn:
         with contextlib.closing(ask(requests, max_tokens=room, keep=keep)) as answers:
             for rollout in answers:
                 one = by_id.pop(rollout.sample_id)
-                one.add(rollout, self.max_tokens)
+                reason = one.add(rollout, self.max_tokens)
                 if one.environment is None:
                     yield one.so_far
-                elif one.so_far.finish_reason == "length":
-                    one.rewards.append(0.0)
+                elif reason == "length":
+                    one.rewards += [0.0] * one.is_own
                     yield one.ended("length")
                 else:
                     one.answer = one.environment.step(self._text(rollout))
@@ -230,6 +230,7 @@ class _Played:
       so_far: all turns as one rollout.
       answer: of the environment, which is awaited.
       messages: of the environment's last answer.
+      is_own: whether the policy's next message is trained on.
     """
 
     request: SampleRequest
@@ -240,8 +241,10 @@ class _Played:
     rewards: list[float] = dataclasses.field(default_factory=list)
     answer: Future[Answer] | None = None
     messages: Sequence[Mapping[str, str]] = ()
+    is_own: bool = True
     error: str = ""
     seconds: float = 0.0
+    verdicts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def num_tokens(self) -> int:
@@ -256,23 +259,31 @@ class _Played:
             seed=stream_seed(self.request.seed, turn),
         )
 
-    def add(self, rollout: Rollout, max_tokens: int) -> None:
-        """Adds a turn of the policy, within the limit of the episode."""
+    def add(self, rollout: Rollout, max_tokens: int) -> FinishReason:
+        """Adds a turn of the policy, within the limit of the episode; returns why it ended."""
         room = max_tokens - self.num_tokens
         if len(rollout.response_ids) > room:
             rollout = cut(rollout, room, "length")
-        self.so_far = rollout if self.so_far is None else joined(self.so_far, rollout)
+        if self.so_far is None:  # the first message is always its own
+            self.so_far = rollout
+        elif self.is_own:
+            self.so_far = joined(self.so_far, rollout)
+        else:
+            self.so_far = with_context(self.so_far, rollout.response_ids)
+        return rollout.finish_reason
 
     def take_answer(self) -> bool:
         """Waits for the environment; returns whether the episode is over."""
-        turn, error, seconds = self.answer.result()
+        turn, error, seconds, verdicts = self.answer.result()
         self.answer = None
-        self.rewards.append(0.0)
+        self.rewards += [0.0] * self.is_own
+        self.is_own = turn.is_own
         given = turn.reward if isinstance(turn.reward, list) else [turn.reward]
         for place, reward in enumerate(given, len(self.rewards) - len(given)):
             self.rewards[place] += reward
         self.messages, self.error = turn.messages, error
         self.seconds += seconds
+        self.verdicts.update(verdicts)
         return turn.done
 
     def go_on(self, text: Continued) -> None:
@@ -289,4 +300,5 @@ class _Played:
             turn_rewards=np.array(self.rewards, np.float32),
             environment_error=self.error,
             environment_s=self.seconds,
+            verdicts={name: float(self.verdicts[name]) for name in self.environment.verdicts},
         )

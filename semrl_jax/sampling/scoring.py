@@ -230,7 +230,7 @@ def score_and_measure(
         verdict: Future[Verdict] | Verdict = UNGRADED
         if rollout.turn_rewards is not None:
             given = rollout.turn_rewards.tolist(), rollout.environment_error
-            verdict = episode_verdict(*given, failure_score)
+            verdict = episode_verdict(*given, failure_score, rollout.verdicts)
         elif verifier is not None:
             row = (columns or {}).get(rollout.group_id, "")
             verdict = verifier.submit(response, reference, row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from semrl_jax.settings.rules import Section, split_entry
 from semrl_jax.support.choices import DTYPES
@@ -127,6 +127,13 @@ def split_functions(
     return verifiers, next((f for f in functions if f.function == MODEL), None)
 
 
+def is_reward_name(name: Any) -> bool:
+    """Whether reward/NAME/mean in the log can have this name."""
+    return (
+        isinstance(name, str) and bool(re.fullmatch(r"[\w.-]+", name)) and name not in TAKEN_NAMES
+    )
+
+
 def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
     """Splits entries of `rewards.functions` into function, weight and name.
 
@@ -144,7 +151,7 @@ def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
         elif split_functions(functions)[1]:
             raise UserError(f"{field}: another entry is {MODEL!r} too; there is one reward model.")
         name = settings.get("name", function.rpartition(":")[2])
-        if not re.fullmatch(r"[\w.-]+", name) or name in TAKEN_NAMES:
+        if not is_reward_name(name):
             raise UserError(
                 f"{field}: name={name!r} must be letters, digits, '_', '.' and '-', because it "
                 f"names reward/NAME/mean in the log, and not one of {TAKEN_NAMES}."

@@ -65,7 +65,7 @@ COLUMNS = {
     "score": Column(NUMBER, "reward from the verifier, before shaping"),
     "score/<name>": Column(
         NUMBER,
-        "only with `rewards.functions`: score of one of them; `score` is their weighted sum",
+        "with several verifiers or verdicts: score of one of them; `score` is their weighted sum",
     ),
     "boxed": Column(FLAG, "whether the response has a complete box"),
     "verifier_error": Column(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.calculator import Environment, calculate
 
 
@@ -35,7 +36,7 @@ def test_a_task_is_solved_with_the_tool():
     _, question = environment.reset(first, seed=0)
     assert first["expression"] in question["content"]
     (tool,) = environment.tools
-    assert environment.step(f"It is {tool(first['expression'])}.") == ((), 1.0, True)
+    assert environment.step(f"It is {tool(first['expression'])}.") == Turn((), 1.0, True)
 
 
 def test_the_largest_tasks_have_answers():
@@ -51,4 +52,4 @@ def test_the_largest_tasks_have_answers():
 def test_the_last_number_is_the_answer(message, reward):
     environment = Environment()
     environment.reset({"expression": "1 - 1235", "answer": "-1234"}, seed=0)
-    assert environment.step(message) == ((), reward, True)
+    assert environment.step(message) == Turn((), reward, True)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool
 from tests.environments.test_pool import section
 
@@ -51,7 +52,7 @@ def test_example_of_tools_has_ten_lines_and_is_solved(tmp_path, monkeypatch):
             assert answer.turn.messages[0]["content"] == (
                 f"<tool_response>\n{a * b}\n</tool_response>"
             )
-            assert episode.step(f"{a * b}").result(timeout=60).turn == ((), 1.0, True)
+            assert episode.step(f"{a * b}").result(timeout=60).turn == Turn((), 1.0, True)
         finally:
             episode.end()
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.environments.worker import made
 from semrl_jax.settings.environment import named
@@ -45,7 +46,7 @@ def test_an_episode_ends_when_it_is_terminated_or_truncated():
     assert not any(answer.error for each in answers for answer in each)
     (down, back, up), (*_, last) = ([answer.turn for answer in each] for each in answers)
     assert down == ([{"role": "user", "content": "at -1"}], 0.0, False)
-    assert (back.done, up) == (False, ((), 1.0, True)) and last == ((), 0.0, True)
+    assert (back.done, up) == (False, Turn((), 1.0, True)) and last == Turn((), 0.0, True)
 
 
 @pytest.mark.parametrize(

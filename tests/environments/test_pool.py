@@ -76,6 +76,9 @@ def wait_until(condition, limit_s=20.0):
         ("kill parent group", "crash: ", "num_crashes"),
         ("infinite", "invalid: reward must be a number from -1e+09", "num_invalid"),
         ("nan", "invalid: reward must be a number from -1e+09", "num_invalid"),
+        ("no number", "invalid: reward must be a number from -1e+09", "num_invalid"),
+        ("odd verdict", "invalid: reward has ['odd'], which are not in the", "num_invalid"),
+        ("large verdict", "invalid: the weighted sum 2e+09 of the reward is", "num_invalid"),
         ("none", "invalid: step must return a Turn, not None", "num_invalid"),
         ("silent", "invalid: a turn that is not done needs a message", "num_invalid"),
         ("assistant", "invalid: role must be one of system, user, tool", "num_invalid"),
@@ -103,6 +106,12 @@ def test_prints_and_forks_disturb_nothing(obey, capfd):
     ]  # fmt: skip
     assert answers[-1].turn.reward == 2.0
     assert "noise" not in capfd.readouterr().out
+
+
+def test_verdicts_are_summed_with_their_weights(obey):
+    graded, plain = play(obey, "verdicts", "end")
+    assert graded.turn.reward == 2.0 * 1.0 + 0.5 * 0.5
+    assert graded.verdicts == {"right": 1.0, "short": 0.5} and plain.verdicts == {}
 
 
 def test_answers_are_cut_and_can_be_written(obey):
@@ -216,6 +225,10 @@ def test_hung_episodes_delay_no_other_and_end_with_the_pool():
         ({"name": "search"}, r"search\(\) cannot be made: TypeError: .*'corpus' and 'questions'"),
         ({"name": "calculator", "tool_format": "xml"}, "tool_format='xml' must be one of"),
         ({"name": f"{USERS}:Nobody"}, r"cannot be imported \(AttributeError: .*'Nobody'"),
+        (
+            {"name": f"{USERS}:TakenVerdict"},
+            r"weights=\{'shaped': 1.0\} must give a number",
+        ),
         ({"name": f"{USERS}:NoStep"}, "has no step; an environment is a class with the methods"),
         ({"name": f"{USERS}:Picky"}, r"Picky\(\) cannot be made: OSError: no corpus"),
         ({"name": "calculator:digit=3"}, r"calculator\(digit=3\) cannot be made: .*unexpected"),

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.python import Environment
 from semrl_jax.environments.pool import EnvironmentPool
 from tests.environments.test_pool import section
@@ -58,7 +59,7 @@ def test_an_episode_runs_code():
         (message,) = found.turn.messages
         assert message["content"] == f"<tool_response>\n{answer}\n</tool_response>"
         last = episode.step(f"It is {answer}.").result(timeout=60)
-        assert last.turn == ((), 1.0, True)
+        assert last.turn == Turn((), 1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +68,4 @@ def test_an_episode_runs_code():
 )
 def test_the_answer_is_the_number(environment, message, reward):
     environment.reset({"question": "?", "answer": "1234"}, seed=0)
-    assert environment.step(message) == ((), reward, True)
+    assert environment.step(message) == Turn((), reward, True)

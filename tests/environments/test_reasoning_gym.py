@@ -6,6 +6,7 @@ import pytest
 
 from semrl_jax import data
 from semrl_jax.data import procedural
+from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.reasoning_gym import RETRY, Environment
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.environments.worker import made
@@ -31,20 +32,20 @@ def test_one_answer_is_scored_by_the_data_set():
         [procedural.Source("chain_sum", {"max_terms": 2}, 1.0, "chain_sum")], 5, 1, 0
     )
     assert question == f"{problem.question} Number only." and answer == problem.answer
-    assert environment.step(f"It is {answer}") == ((), 1.0, True)
+    assert environment.step(f"It is {answer}") == Turn((), 1.0, True)
     partly = len(answer) / len(f"{answer} or so")
     for message, reward in (("no", 0.0), (f"<answer>{answer} or so</answer>", partly)):
         environment, _, _ = begun(max_terms=2)
-        assert environment.step(message) == ((), reward, True)
+        assert environment.step(message) == Turn((), reward, True)
 
 
 def test_the_last_of_several_answers_counts():
     environment, answer, _ = begun(attempts=3)
     assert environment.step(f"<answer>{answer} or so</answer>") == (RETRY, 0.0, False)
-    assert environment.step(answer) == ((), 1.0, True)
+    assert environment.step(answer) == Turn((), 1.0, True)
     environment, answer, _ = begun(attempts=2)
     assert environment.step("no") == (RETRY, 0.0, False)
-    assert environment.step("no") == ((), 0.0, True)
+    assert environment.step("no") == Turn((), 0.0, True)
 
 
 def test_a_mixture_has_options_and_weights():

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.search import Environment
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.support.errors import UserError
@@ -45,7 +46,7 @@ def test_an_episode_finds_the_answer(corpus, questions):
         (message,) = answer.turn.messages
         assert message["content"] == f"<tool_response>\n{passage}\n</tool_response>"
         last = episode.step(CAPITALS[country]).result(timeout=60)
-        assert last.turn == ((), 1.0, True)
+        assert last.turn == Turn((), 1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_answers_are_compared_by_the_grader(corpus, tmp_path, answer, message, r
     file = write(tmp_path / "one.jsonl", [{"question": "?", "answer": answer}])
     environment = Environment(corpus, file)
     environment.reset(environment.tasks(0, 1)[0], seed=0)
-    assert environment.step(message) == ((), reward, True)
+    assert environment.step(message) == Turn((), reward, True)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds import textarena as kind
 from semrl_jax.environments.kinds.textarena import MOVES, ONE_PLAYER, Environment
 from semrl_jax.environments.pool import EnvironmentPool
@@ -100,7 +101,7 @@ def test_a_number_is_guessed():
             break
         assert ("higher" in turn.messages) != ("lower" in turn.messages)
         low, high = (guess + 1, high) if "higher" in turn.messages else (low, guess - 1)
-    assert turn == ((), 1.0, True)
+    assert turn == Turn((), 1.0, True)
 
 
 def test_of_several_boards_the_last_is_shown():
@@ -130,7 +131,7 @@ def test_both_sides_are_rewarded_for_their_own_turns(game, moves, reward):
     environment.reset(TASK, seed=0)
     *before, end = (environment.step(move.replace(",", " ")) for move in moves.split())
     assert [(turn.reward, turn.done) for turn in before] == [(0.0, False)] * len(before)
-    assert end == ((), reward, True)
+    assert end == Turn((), reward, True)
 
 
 @pytest.mark.parametrize("game", MOVES)
@@ -148,7 +149,16 @@ def test_a_random_opponent_plays_legal_moves_on_either_side(game):
         assert turn.reward == state.rewards[side]
     assert {-1, 1} <= outcomes <= {-1, 0, 1} and sides == {0, 1}
     environment.reset(TASK, seed=0)
-    assert environment.step("nonsense") == ((), -1, True)
+    assert environment.step("nonsense") == Turn((), -1, True)
+
+
+def test_a_policy_that_plays_its_opponent_is_trained_on_the_first_side():
+    environment = Environment("TicTacToe-v0", opponent="policy")
+    for moves, reward in (("0 3 1 4 2", 1), ("8 0 7 1 3 2", -1), ("0 0", 1)):
+        environment.reset(TASK, seed=0)
+        *before, end = (environment.step(move) for move in moves.split())
+        assert [turn.is_own for turn in before] == [bool(k % 2) for k in range(len(before))]
+        assert end == Turn((), reward, True) and not environment.is_self_play
 
 
 def test_the_opponent_of_a_group_moves_alike():
@@ -178,9 +188,12 @@ def test_cards_of_the_other_side_are_not_shown():
         ("game=Wordle-v0", "'Wordle-v0' is no game"),
         (
             "game=TicTacToe-v0:opponent=best",
-            "opponent='best' must be random, in one of Conn",
+            "opponent='best' must be random or policy, in one of Conn",
         ),
-        ("game=2048-v0:opponent=random", "opponent='random' must be random, in one of Conn"),
+        (
+            "game=2048-v0:opponent=random",
+            "opponent='random' must be random or policy, in one of Conn",
+        ),
         ("game=KuhnPoker-v0", "show each side the other's cards; set opponent=random"),
         ("game=Nim-v0:stones=2", "cannot be made: TypeError: .*'stones'"),
     ],

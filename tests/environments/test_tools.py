@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool, Opening, task_seed
 from semrl_jax.support.errors import UserError
 from tests.environments.test_pool import USERS, section, wait_until
@@ -79,7 +80,7 @@ def test_what_a_tool_does_is_an_answer(tooled, what, answer, capfd):
     *found, last = play(tooled, call(what), call("say next"), "a", "end")
     assert [text(each) for each in found[:2]] == [answer, "next"]
     assert found[2].turn == ([{"role": "user", "content": "no call: a"}], 1.0, False)
-    assert last.turn == ((), 1.0, True)
+    assert last.turn == Turn((), 1.0, True)
     changed = {name: count - before[name] for name, count in tooled.counters.items()}
     failed = answer.startswith("error: ")
     expected = {"num_episodes": 1, "num_turns": 4, "num_tool_calls": 2}
@@ -115,7 +116,7 @@ def test_a_tool_that_ends_its_process_costs_its_own_episode_only(tooled, what, e
     before = tooled.counters
     other = tooled.open(tooled.openings(seed=1, count=1)[0])
     (failed,) = play(tooled, call(what))
-    assert failed.error.startswith(error) and failed.turn == ((), 0.0, True)
+    assert failed.error.startswith(error) and failed.turn == Turn((), 0.0, True)
     assert text(other.step(call("say 1")).result(timeout=60)) == "1"
     other.end()
     assert tooled.counters[counter] == before[counter] + 1

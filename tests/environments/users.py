@@ -34,11 +34,16 @@ class Vowels:
         return Turn(reply, reward=vowels / 10, done=not self.left)
 
 
+class BothSides(Vowels):
+    is_self_play = True
+
+
 class Hostile:
     """Does what the message says."""
 
     def __init__(self, path=""):
         self.path = path
+        self.weights = {"right": 2.0, "short": 0.5}
 
     def tasks(self, seed, count):
         return [{"number": number} for number in range(count)]
@@ -112,6 +117,16 @@ class Hostile:
                 return Turn("nan", reward=float("nan"))
             case "both":
                 return Turn(reward=[-2.0, 1.0], done=True)
+            case "opponent":
+                return Turn("the other side", 1.0, is_own=False)
+            case "verdicts":
+                return Turn("graded", {"right": 1.0, "short": 0.5})
+            case "odd verdict":
+                return Turn("graded", {"odd": 1.0})
+            case "large verdict":
+                return Turn("graded", {"right": 1e9})
+            case "no number":
+                return Turn("graded", {"right": "yes"})
             case "none":
                 return None
             case "silent":
@@ -166,6 +181,11 @@ class Tooled(Hostile):
 
     def step(self, message):
         return Turn(f"no call: {message}", 1.0, message == "end")
+
+
+class TakenVerdict(Hostile):
+    def __init__(self):
+        self.weights = {"shaped": 1.0}
 
 
 class NoStep:

@@ -7,6 +7,7 @@ import pytest
 from semrl_jax import data
 from semrl_jax.environments.journal import Journal
 from semrl_jax.runs import train
+from semrl_jax.support.errors import UserError
 from tests.fixtures import read_rows, save_chat_model
 from tests.oracles import algorithms as oracle
 from tests.tiny import tiny_config
@@ -75,6 +76,12 @@ def test_a_run_with_an_environment(config, model, tmp_path, capsys, monkeypatch)
         assert context.count("<|im_start|>user\n") == len(starts) - 1
         assert context.count("More!<|im_end|>") == len(starts) - 1
     assert several > 4
+
+
+def test_self_play_needs_credit_by_turn(config, tmp_path):
+    config.environment.name = "tests.environments.users:BothSides"
+    with pytest.raises(UserError, match="credit=turn, or an opponent"):
+        train(config, str(tmp_path / "run"))
 
 
 @pytest.mark.slow

@@ -260,6 +260,29 @@ def test_the_end_may_reward_earlier_turns(obey, examples, tokenizer):
     assert error == "invalid: reward [-2.0, 1.0] has more values than turns"
 
 
+def test_an_opponents_messages_are_context(obey, examples, tokenizer):
+    policy = Policy(tokenizer, ended("opponent", "theirs", "end"), ["opponent<|im_end|>", "cut"])
+    first, truncated = play(obey, examples, tokenizer, policy).values()
+    own = tokenizer.decode(first.response_ids[first.response_mask])
+    assert own == "opponent<|im_end|>end<|im_end|>"
+    assert "theirs<|im_end|>" in tokenizer.decode(first.response_ids[~first.response_mask])
+    assert (first.rollout_logprobs[~first.response_mask] == 0).all()
+    assert first.turn_rewards.tolist() == [2.0, 1.0]  # the one for "theirs" goes to its own last
+    assert truncated.turn_rewards.tolist() == [1.0] and truncated.finish_reason == "length"
+    assert tokenizer.decode(truncated.response_ids).endswith("cut")
+    assert not truncated.response_mask[-1]
+
+
+def test_verdicts_are_summed_over_the_turns(obey, examples, tokenizer):
+    policy = Policy(tokenizer, ended("verdicts", "verdicts", "end"), ended("verdicts", "raise"))
+    first, failed = play(obey, examples, tokenizer, policy).values()
+    assert first.turn_rewards.tolist() == [2.25, 2.25, 1.0]
+    assert first.verdicts == {"right": 2.0, "short": 1.0}
+    assert failed.verdicts == {"right": 1.0, "short": 0.5}
+    verdict = episode_verdict(first.turn_rewards.tolist(), "", 0.0, first.verdicts)
+    assert (verdict.score, verdict.parts) == (5.5, first.verdicts)
+
+
 def test_a_prompt_of_no_environment_is_a_single_turn(obey, examples, tokenizer):
     policy = Policy(tokenizer, ended("a", "end"), ["no end"])
     draw = draw_of(examples, 2)

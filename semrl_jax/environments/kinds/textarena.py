@@ -3,8 +3,9 @@
 A message for the policy is what the game has told its player since the last move, with the last
 board alone. Moves themselves are left out: the game describes them.
 
-In self-play, the policy plays both sides in turn. With two players, an illegal move loses. A game
-for one player keeps textarena's own rule and reward.
+In self-play, the policy plays both sides in turn, and is trained on the moves of both or of the
+first. With two players, an illegal move loses. A game for one player keeps textarena's own rule and
+reward.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MOVES: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     ],
 }
 HIDDEN = ("KuhnPoker",)  # a transcript of both sides would show each the other's cards
-RANDOM = "random"
+RANDOM, POLICY = OPPONENTS = ("random", "policy")
 _LONG = re.compile(r"(\d{99})\d+")  # `int` raises for such numbers, and so would a game
 
 
@@ -51,7 +52,8 @@ class Environment:
     Args:
       game: as textarena calls it, such as "FrozenLake-v0".
       opponent: in a game for two, "random" plays random legal moves, and the task decides who
-        begins; without one, the policy plays both sides.
+        begins; "policy" is the policy itself, whose second side is not trained; without one, both
+        sides are.
       options: of the game's class in textarena.
     """
 
@@ -66,18 +68,19 @@ class Environment:
                 f"choose one of {', '.join(n for n in known if n == f'{_family(n)}-v0')}, or a "
                 "variant."
             )
-        if opponent not in ("", RANDOM) or (opponent and family not in MOVES):
+        if opponent not in ("", *OPPONENTS) or (opponent and family not in MOVES):
             raise UserError(
-                f"opponent={opponent!r:.100} must be {RANDOM}, in one of {', '.join(MOVES)}, or be "
-                "left out."
+                f"opponent={opponent!r:.100} must be {' or '.join(OPPONENTS)}, in one of "
+                f"{', '.join(MOVES)}, or be left out."
             )
-        if family in HIDDEN and not opponent:
+        if family in HIDDEN and opponent != RANDOM:
             raise UserError(
                 f"game={game!r}: self-play would show each side the other's cards; set "
                 f"opponent={RANDOM}."
             )
         self._game, self._options, self._family = game, options, family
-        self._has_opponent = bool(opponent)
+        self._opponent = opponent
+        self.is_self_play = family in MOVES and not opponent
         self._made()
 
     def tasks(self, seed: int, count: int) -> list[dict[str, Any]]:
@@ -91,7 +94,7 @@ class Environment:
         if self._family in MOVES:
             self._state.error_allowance = 0
         self._random = random.Random(f"opponent {seed}")  # the game draws from the global one
-        self._side = self._random.randrange(2) if self._has_opponent else 0
+        self._side = self._random.randrange(2) if self._opponent == RANDOM else 0
         self._let_opponent_move()
         return self._told()
 
@@ -101,8 +104,9 @@ class Environment:
             self._playing.step(_LONG.sub(r"\1", message))
         self._let_opponent_move()
         if not state.done:
-            return Turn(self._told())
-        if self._has_opponent or self._family not in MOVES:
+            is_own = self._opponent != POLICY or state.current_player_id == self._side
+            return Turn(self._told(), is_own=is_own)
+        if self._opponent or self._family not in MOVES:
             reward = state.rewards[self._side]
             # Some games of 0.7.4 swap reward and reason when an illegal move ends them.
             return Turn(reward=0.0 if isinstance(reward, str) else reward, done=True)
@@ -113,7 +117,7 @@ class Environment:
 
     def _let_opponent_move(self) -> None:
         state = self._state
-        while self._has_opponent and not state.done and state.current_player_id != self._side:
+        while self._opponent == RANDOM and not state.done and state.current_player_id != self._side:
             self._playing.step(self._random.choice(MOVES[self._family](state.game_state)))
 
     def _told(self) -> str:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.fixtures import read_rows
+from tests.fixtures import read_rows, save_chat_model
 from tests.launch.conftest import read_until, run, start
 from tests.rollout.engines.test_vllm_ends import assert_gone, queues
 from tests.rollout.engines.vllm_replica import PYTHON, descendants, environment
@@ -48,6 +48,26 @@ def test_a_run_with_a_vllm_child(tmp_path, fields):
     assert rows[0]["rollout/hidden_state_mismatch/max"] < 2**-8
     assert "rollout/hidden_state_mismatch/max" not in rows[1]
     assert "eval/arithmetic/greedy_accuracy" in last
+
+
+def test_a_run_with_an_environment_and_a_vllm_child(tmp_path):
+    """Each turn continues the tokens before it: log-probabilities agree on all own tokens."""
+    save_chat_model(tmp_path / "model", "Write about w12345. 2 of 17. More! user assistant", 280)
+    # An untrained policy never writes the end token: one token in seven ends a turn.
+    stops = (f"--config.rollout.stop_token_ids={token}" for token in range(0, 280, 7))
+    result = run(
+        "launch.train", *FLAGS, *stops, f"--config.model.path={tmp_path / 'model'}",
+        "--config.data.task=environment", "--config.evaluation.every_steps=0",
+        "--config.environment.name=tests.environments.users:Vowels",
+        "--config.rollout.max_prompt_tokens=64", "--config.rollout.max_response_tokens=96",
+        "--config.warm_start.num_steps=0", "--config.training.num_steps=2",
+        f"--workdir={tmp_path / 'run'}", env=environment(), timeout=400,
+    )  # fmt: skip
+    assert result.returncode == 0, (result.stdout, result.stderr)
+    for row in read_rows(tmp_path / "run"):
+        assert row["episode/turns/max"] == 3 and row["episode/failed_fraction"] == 0
+        assert row["rollout/logprob_mismatch/max"] < 1e-4
+        assert row["policy/grad_norm"] > 0
 
 
 @pytest.mark.soak
