@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from benchmarks.pass_at_k import NUM_SAMPLES, pass_at_k
 from semrl_jax.pages.report.picture import COLOURS
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object, replacing
 from semrl_jax.support.rows import read_rows
+from semrl_jax.support.safe_files import read_json_object, replacing
 
 matplotlib.use("Agg")
 

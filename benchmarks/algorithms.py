@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from benchmarks import algorithm_report, machine
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import write_json
+from semrl_jax.support.safe_files import write_json
 
 NUM_RESPONSES = 256  # per step, of every variant
 PLAIN = {"shaping.target": "none", "hidden_states.source": "none"}

@@ -33,7 +33,7 @@ from semrl_jax.runs.checkpoint_files import file_checksums
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.optimizer import make_optimizer
-from semrl_jax.training.state import TrainState, init_state
+from semrl_jax.training.train_state import TrainState, init_state
 
 MIB = 2**20
 ARCHITECTURES = {

@@ -43,9 +43,9 @@ from semrl_jax.sampling.source import Counted, Now, Rounds
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.console import Bar, Reporter
 from semrl_jax.training import loop
-from semrl_jax.training.plan import PassPlan
+from semrl_jax.training.passes import PassPlan
 from semrl_jax.training.probes import Tools, load_probes
-from semrl_jax.training.state import TrainState
+from semrl_jax.training.train_state import TrainState
 
 MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
 # Each order is followed by its reverse. Every side is first, second and last equally often.

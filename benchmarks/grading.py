@@ -33,7 +33,7 @@ from collections.abc import Iterator
 
 from benchmarks import machine
 from semrl_jax.evaluation import catalogue
-from semrl_jax.evaluation.benchmark import Benchmark, BenchmarkReader
+from semrl_jax.evaluation.benchmark_spec import Benchmark, BenchmarkReader
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.extraction import find_answer
 from semrl_jax.rewards.verifiers import math

@@ -24,11 +24,11 @@ from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import peft
 from semrl_jax.runs.memory import num_parameters
-from semrl_jax.training.memory import update_bytes
 from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import TokenRows
-from semrl_jax.training.policy import PolicyLoss, SlotValues
+from semrl_jax.training.policy_update import PolicyLoss, SlotValues
 from semrl_jax.training.trainee import Frozen, update_rows
+from semrl_jax.training.update_memory import update_bytes
 
 ALGORITHM = Algorithm(grpo, grpo.Options(kl_coefficient=0.1))
 COLUMNS = 256  # of a row; half of them are slots of response tokens

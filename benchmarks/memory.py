@@ -47,13 +47,13 @@ from benchmarks.results import median_interval
 from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.training.memory import update_bytes
 from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import Layout, RowPlan, lay_out, take_values
-from semrl_jax.training.policy import PolicyLoss, SlotValues
+from semrl_jax.training.policy_update import PolicyLoss, SlotValues
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.state import Trained, abstract_trained
+from semrl_jax.training.train_state import Trained, abstract_trained
 from semrl_jax.training.trainee import MiniBatch, Trainee, update_rows
+from semrl_jax.training.update_memory import update_bytes
 from semrl_jax.types import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 224

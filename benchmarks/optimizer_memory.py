@@ -5,9 +5,9 @@
 
 The first command prints the table of docs/memory.md for a model of 61 M parameters, in float32
 products, with `remat=dots` and rows of one sequence of 128 tokens. It shows bytes per parameter of
-the optimiser's state, with masters, and b of the estimate (`semrl_jax.training.memory`). For 1 and
-4 rows it shows the peak of the compiled update per parameter, activations included, next to the
-estimate.
+the optimiser's state, with masters, and b of the estimate (`semrl_jax.training.update_memory`). For
+1 and 4 rows it shows the peak of the compiled update per parameter, activations included, next to
+the estimate.
 
 The second command needs libtpu and no TPU. It compiles the update of a model as wide as
 Qwen2.5-0.5B, of 4 layers, in bfloat16 products, with `remat=full`, and prints bytes of one chip.
@@ -30,12 +30,12 @@ from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models.sharding import DATA_AXES
-from semrl_jax.training.memory import PerParameter, update_bytes
 from semrl_jax.training.optimizer import Optimizer, load_direction, make_optimizer
 from semrl_jax.training.packing import RowPlan, TokenRows
-from semrl_jax.training.policy import PolicyLoss, SlotValues
-from semrl_jax.training.state import abstract_trained
+from semrl_jax.training.policy_update import PolicyLoss, SlotValues
+from semrl_jax.training.train_state import abstract_trained
 from semrl_jax.training.trainee import update_rows
+from semrl_jax.training.update_memory import PerParameter, update_bytes
 
 MODEL = models.DecoderConfig(
     vocab_size=8192, hidden_size=640, intermediate_size=1792, num_layers=12, num_heads=10,

@@ -43,8 +43,8 @@ from semrl_jax.support import compilation
 from semrl_jax.support.clock import Clock
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.packing import lay_out, row_plan
-from semrl_jax.training.plan import PassPlan
-from semrl_jax.training.state import TrainState
+from semrl_jax.training.passes import PassPlan
+from semrl_jax.training.train_state import TrainState
 from semrl_jax.types import Rollout
 
 PROMPT_LIMIT, RESPONSE_LIMIT = 96, 512

@@ -8,7 +8,7 @@ Eight responses per problem are sampled from the unmodified policy, at temperatu
 
 import numpy as np
 
-from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.protocols import PerProblem, Plan
 from semrl_jax.evaluation.scores.pass_at_k import pass_at_k
 
 NUM_SAMPLES = 8

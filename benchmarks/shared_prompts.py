@@ -33,9 +33,9 @@ from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import RowPlan, lay_out
-from semrl_jax.training.policy import PolicyLoss
+from semrl_jax.training.policy_update import PolicyLoss
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.state import init_trained
+from semrl_jax.training.train_state import init_trained
 from semrl_jax.training.trainee import MiniBatch, Trainee
 from semrl_jax.types import Rollout, RolloutBatch
 

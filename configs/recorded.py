@@ -6,7 +6,7 @@ python -m launch.rollout --config=configs/recorded.py:runs/NAME/config.json
 from configs import default
 from semrl_jax.settings.moved import with_present_names
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object
+from semrl_jax.support.safe_files import read_json_object
 
 
 def get_config(path):

@@ -29,9 +29,9 @@ from semrl_jax.analysis.study import correlation, with_interval
 from semrl_jax.data import procedural
 from semrl_jax.evaluation.statistics import NUM_DRAWS, interval
 from semrl_jax.metrics import MetricKey, flatten, hidden_state_metrics
-from semrl_jax.metrics.inputs import anchor, compact
 from semrl_jax.metrics.names import ORDERS
 from semrl_jax.metrics.spectrum import PrefixSpectra
+from semrl_jax.metrics.valid_rows import anchor, compact
 from semrl_jax.support import compilation
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))

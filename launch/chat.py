@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from launch import cli
 from launch.fields import chosen_fields, config_of_policy, short_flags, values_of
-from semrl_jax.runs.config import check_sections
+from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
 

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 import configs
 from configs.default import get_config
-from semrl_jax.runs.config import validate
+from semrl_jax.runs.config_checks import validate
 from semrl_jax.settings.algorithms import add_users_options
 from semrl_jax.settings.moved import new_places
 from semrl_jax.settings.rules import flatten

@@ -21,7 +21,7 @@ from absl import flags
 from launch import cli
 from semrl_jax.support.choices import DTYPES
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object
+from semrl_jax.support.safe_files import read_json_object
 
 if TYPE_CHECKING:  # mistakes and --help need no JAX
     from semrl_jax import models

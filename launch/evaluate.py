@@ -25,7 +25,7 @@ from ml_collections import config_flags
 from launch import cli
 from launch.fields import chosen_fields, config_of_policy, first_run, short_flags, values_of
 from semrl_jax.data.templates import STOP_STRINGS
-from semrl_jax.runs.config import check_sections
+from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.settings.environment import PREFIX
 from semrl_jax.settings.evaluation import ALL_PROBLEMS, most_responses
 from semrl_jax.support import compilation

@@ -27,7 +27,7 @@ from launch.fields import (
     values_of,
 )
 from semrl_jax import data
-from semrl_jax.runs.config import check_sections
+from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
 

@@ -30,7 +30,7 @@ from absl import flags
 
 from launch import cli
 from semrl_jax import data
-from semrl_jax.evaluation.benchmark import BenchmarkReader
+from semrl_jax.evaluation.benchmark_spec import BenchmarkReader
 from semrl_jax.evaluation.catalogue import GROUPS, find, members, names
 from semrl_jax.support.errors import UserError
 

@@ -46,9 +46,9 @@ def main(names: list[str]) -> int:
     if output is not None and csv_file is not None and output.absolute() == csv_file.absolute():
         raise UserError(f"--output and --csv are both {output}; name two files.")
     from semrl_jax.pages.report import write_report
-    from semrl_jax.pages.report.comparison import write_csv
     from semrl_jax.pages.report.page import write_page
     from semrl_jax.pages.report.reading import read_runs
+    from semrl_jax.pages.report.several_runs import write_csv
 
     logs = read_runs(runs)
     for log in logs:

@@ -28,7 +28,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
-from semrl_jax.runs.config import check_sections
+from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.settings.rollout import ENGINES, check_quantization, replica_in_flight
 from semrl_jax.support import compilation, cores
 from semrl_jax.support.run_directory import names_run

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from semrl_jax.metrics.measurements import MetricKey, Metrics
 from semrl_jax.metrics.names import ORDERS
-from semrl_jax.metrics.records import MetricKey, Metrics
 
 if TYPE_CHECKING:
     from jax import Array

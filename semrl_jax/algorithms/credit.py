@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
 from semrl_jax.algorithms.importance import importance_weights
-from semrl_jax.algorithms.turns import placed_rewards
+from semrl_jax.algorithms.turn_credit import placed_rewards
 from semrl_jax.algorithms.values import explained_variance
-from semrl_jax.metrics.records import Metrics
+from semrl_jax.metrics.measurements import Metrics
 from semrl_jax.shaping import (
     ShapingOptions,
     ShapingState,

@@ -15,7 +15,7 @@ from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import group_relative_advantages
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
-from semrl_jax.algorithms.turns import by_turn
+from semrl_jax.algorithms.turn_credit import by_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]

@@ -18,7 +18,7 @@ from semrl_jax.algorithms.groups import centred, group_mean
 from semrl_jax.algorithms.objective import Objective as Options
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
-from semrl_jax.algorithms.turns import by_turn
+from semrl_jax.algorithms.turn_credit import by_turn
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.algorithms import losses
 from semrl_jax.algorithms.algorithm import Needs, check_options
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds
-from semrl_jax.algorithms.turns import TurnCredit
+from semrl_jax.algorithms.turn_credit import TurnCredit
 from semrl_jax.support.choices import KL_ESTIMATORS
 from semrl_jax.support.fields import setting
 

@@ -31,7 +31,7 @@ from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.gae import generalized_advantages, whiten
 from semrl_jax.algorithms.kl_reward import KLReward, first_state, next_state
 from semrl_jax.algorithms.objective import loss, token_weights
-from semrl_jax.algorithms.turns import turn_ends
+from semrl_jax.algorithms.turn_credit import turn_ends
 from semrl_jax.algorithms.values import ValueLoss
 from semrl_jax.support.fields import setting
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
-from semrl_jax.algorithms.turns import by_turn
+from semrl_jax.algorithms.turn_credit import by_turn
 from semrl_jax.support.fields import setting
 
 __all__ = [

@@ -25,7 +25,7 @@ from semrl_jax.algorithms.gae import whiten
 from semrl_jax.algorithms.groups import centred
 from semrl_jax.algorithms.kl_reward import KLReward, first_state, next_state, token_rewards
 from semrl_jax.algorithms.objective import loss, token_weights
-from semrl_jax.algorithms.turns import by_turn, returns_to_go
+from semrl_jax.algorithms.turn_credit import by_turn, returns_to_go
 from semrl_jax.support.fields import setting
 
 __all__ = [

@@ -17,8 +17,8 @@ from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object
 from semrl_jax.support.response_files import IDS
+from semrl_jax.support.safe_files import read_json_object
 
 MICRO_BATCH = 16
 

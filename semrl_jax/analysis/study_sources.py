@@ -32,9 +32,9 @@ from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import check_regular, read_json_object
 from semrl_jax.support.response_files import IDS, KEYS
 from semrl_jax.support.run_directory import run_of, setting_of
+from semrl_jax.support.safe_files import check_regular, read_json_object
 
 TOP_K = 20  # of the confidence
 _ROWS = 256  # of one block of logits

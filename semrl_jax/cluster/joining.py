@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from semrl_jax.cluster.environment import ALONE, Place
+from semrl_jax.cluster.discovery import ALONE, Place
 from semrl_jax.cluster.links import listening_socket
 from semrl_jax.cluster.peers import EXIT_PEER_LOST, name_processes
 from semrl_jax.support.addresses import is_loopback, split_address

@@ -14,9 +14,9 @@ from semrl_jax.data.encoding import (
     special_prefix,
     template_line,
 )
-from semrl_jax.data.files import RowError, batch_rows, check_file, read_rows
 from semrl_jax.data.loading import load_prompts, prompts_of_problems
 from semrl_jax.data.padding import pad_response_values, pad_rows
+from semrl_jax.data.prompt_rows import BadRows, check_row_format, row_reader
 from semrl_jax.data.prompts import (
     PromptDataset,
     PromptExample,
@@ -27,7 +27,7 @@ from semrl_jax.data.prompts import (
     next_prompts,
     prompt_order,
 )
-from semrl_jax.data.rows import BadRows, check_row_format, row_reader
+from semrl_jax.data.row_files import RowError, batch_rows, check_file, read_rows
 from semrl_jax.data.shots import read_shots
 from semrl_jax.data.stop_strings import StopMatcher, TokenBytes
 from semrl_jax.data.stop_words import expand_stop_words, stop_word_ids

@@ -20,9 +20,15 @@ from jaxtyping import Bool, Int
 
 from semrl_jax.data.chat_templates import Rendered, TemplateError, render_chat
 from semrl_jax.data.encoding import encode_spans, special_prefix
-from semrl_jax.data.files import RowError
 from semrl_jax.data.loading import FilePath, rows_of_files
-from semrl_jax.data.rows import MAX_TEXT_CHARS, BadRows, check_text, field_value, question_text
+from semrl_jax.data.prompt_rows import (
+    MAX_TEXT_CHARS,
+    BadRows,
+    check_text,
+    field_value,
+    question_text,
+)
+from semrl_jax.data.row_files import RowError
 from semrl_jax.data.templates import chat_template_text, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.support.errors import UserError

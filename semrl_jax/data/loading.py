@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from semrl_jax.data.encoding import encode, special_prefix
-from semrl_jax.data.files import RowError, read_rows
+from semrl_jax.data.prompt_rows import MAX_REPORTED_BAD_ROWS, BadRows, Problem, row_reader
 from semrl_jax.data.prompts import PromptDataset, PromptExample
-from semrl_jax.data.rows import MAX_REPORTED_BAD_ROWS, BadRows, Problem, row_reader
+from semrl_jax.data.row_files import RowError, read_rows
 from semrl_jax.data.templates import AUTO, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.support.errors import UserError

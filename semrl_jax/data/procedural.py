@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax.data.rows import Problem
+from semrl_jax.data.prompt_rows import Problem
 from semrl_jax.support.errors import UserError
 
 FIELD = "data.reasoning_gym"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 
-from semrl_jax.data.files import Row, RowError, read_rows
-from semrl_jax.data.rows import check_text
+from semrl_jax.data.prompt_rows import check_text
+from semrl_jax.data.row_files import Row, RowError, read_rows
 from semrl_jax.support.errors import UserError
 
 QUESTION, RESPONSE, ANSWER = "question", "response", "answer"

@@ -10,7 +10,7 @@ from semrl_jax.data.chat_templates import TemplateError, render_chat
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.support.end_markers import END_MARKERS
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import check_regular
+from semrl_jax.support.safe_files import check_regular
 
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 _QUESTION = "{input}"

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from semrl_jax.data.stop_strings import before_stop, stop_text
 from semrl_jax.support.end_markers import END_MARKERS, response_text
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import check_regular, read_json_object
+from semrl_jax.support.safe_files import check_regular, read_json_object
 
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*=,;:()?\n QA\\boxed{}"

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from semrl_jax.support.files import check_regular, parse_json, remove, through_no_link
+from semrl_jax.support.safe_files import check_regular, parse_json, remove, through_no_link
 
 MAX_LINE_BYTES = 1 << 26  # a longer one is not read, so that its environment is asked again
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from semrl_jax.data.files import RowError
-from semrl_jax.data.rows import field_value
-from semrl_jax.evaluation.benchmark import (
+from semrl_jax.data.prompt_rows import field_value
+from semrl_jax.data.row_files import RowError
+from semrl_jax.evaluation.benchmark_spec import (
     Benchmark,
     Problem,
     boxed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import pathlib
 
-from semrl_jax.evaluation.benchmark import Benchmark
+from semrl_jax.evaluation.benchmark_spec import Benchmark
 from semrl_jax.evaluation.benchmarks import BENCHMARKS
 from semrl_jax.support.errors import UserError
 

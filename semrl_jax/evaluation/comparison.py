@@ -25,7 +25,7 @@ from semrl_jax.evaluation.results import (
     sizes_text,
 )
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import replacing
+from semrl_jax.support.safe_files import replacing
 
 matplotlib.use("Agg")
 

@@ -17,15 +17,15 @@ import numpy as np
 
 from semrl_jax import data
 from semrl_jax.evaluation import statistics
-from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.protocols import PerProblem, Plan
 from semrl_jax.evaluation.samples import Sample, not_sampled, sampled
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.sampling.ahead import Ahead
+from semrl_jax.sampling.batch_scalars import metric_scalars
 from semrl_jax.sampling.requests import EVALUATION, Measuring, counter, stream_seed
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
-from semrl_jax.sampling.statistics import metric_scalars
 from semrl_jax.settings.evaluation import check_sampling
 from semrl_jax.settings.rollout import MIN_TEMPERATURE
 from semrl_jax.support.clock import Clock

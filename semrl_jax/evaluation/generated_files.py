@@ -13,8 +13,8 @@ import pyarrow as pa
 from semrl_jax import data
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.support import response_files
-from semrl_jax.support.files import replacing, write_json
 from semrl_jax.support.response_files import KEYS, VERDICT
+from semrl_jax.support.safe_files import replacing, write_json
 from semrl_jax.support.tensor_files import write_tensors
 from semrl_jax.types import HiddenStateParams
 

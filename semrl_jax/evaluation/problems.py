@@ -11,14 +11,14 @@ import numpy as np
 from semrl_jax import data
 from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation import catalogue
-from semrl_jax.evaluation.benchmark import BenchmarkReader
+from semrl_jax.evaluation.benchmark_spec import BenchmarkReader
 from semrl_jax.evaluation.entries import EVALUATOR_SETTINGS, FIELD, Entry, benchmark_entries
 from semrl_jax.sampling.openings import held_out_tasks
 from semrl_jax.sampling.prompt_sources import held_out_problems, load_file
 from semrl_jax.settings.evaluation import ALL_PROBLEMS
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import parse_json
 from semrl_jax.support.modules import load_module, running
+from semrl_jax.support.safe_files import parse_json
 
 Report = Callable[[str], None]
 MAX_TASKS = 512  # of an environment, which may have no last one, unless more are asked for

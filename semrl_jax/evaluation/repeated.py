@@ -8,7 +8,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
-from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.protocols import PerProblem, Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample
 from semrl_jax.support.errors import UserError
 

@@ -21,7 +21,7 @@ from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.evaluator import figures_of
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample, by_problem
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import write_json
+from semrl_jax.support.safe_files import write_json
 
 AVERAGE = "average"
 SIZES = ("num_problems", "num_samples", "num_not_sampled", "num_benchmarks")

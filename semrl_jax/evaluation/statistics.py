@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from semrl_jax.evaluation.interface import PerProblem
+from semrl_jax.evaluation.protocols import PerProblem
 
 NUM_DRAWS = 2000  # of a bootstrap; the bounds then vary by about 3 % of the interval
 LEVEL = 0.95

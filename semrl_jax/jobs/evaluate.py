@@ -22,7 +22,7 @@ from jaxtyping import Float
 from semrl_jax import data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.environments.pool import EnvironmentPools
-from semrl_jax.evaluation import catalogue, comparison, page, results
+from semrl_jax.evaluation import catalogue, comparison, problem_page, results
 from semrl_jax.evaluation.entries import (
     benchmark_settings,
     check_benchmarks,
@@ -30,8 +30,8 @@ from semrl_jax.evaluation.entries import (
 )
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
 from semrl_jax.evaluation.graders import open_graders, takes_rows
-from semrl_jax.evaluation.interface import Plan, load_scores
 from semrl_jax.evaluation.problems import load_problems
+from semrl_jax.evaluation.protocols import Plan, load_scores
 from semrl_jax.evaluation.samples import Sample, read_samples, table_of
 from semrl_jax.jobs.inference import (
     Inference,
@@ -318,7 +318,7 @@ def _evaluate_policy(
     for name, values in over_set.items():
         found[name] |= {f"metrics/{label}": value for label, value in values.items()}
     results.write_results(directory.path / "results.json", found)
-    page.write_page(
+    problem_page.write_page(
         directory.path / "page.html", {source.name: samples}, {source.name: found}, source.name
     )
     reporter.line(f"{source.name}, {_sampling_text(config)}")
@@ -334,7 +334,7 @@ def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter
     results.write_results(output / "comparison.json", compared)
     reporter.table(comparison.comparison_table(compared))
     samples = {item.source.name: read_samples(item.directory / SAMPLES) for item in found}
-    page.write_page(output / "page.html", samples, compared["results"], output.name)
+    problem_page.write_page(output / "page.html", samples, compared["results"], output.name)
     runs: dict[str, dict[int, results.Results]] = {}
     for item in found:
         run = item.source.name.removesuffix(f"-step{item.source.step}")

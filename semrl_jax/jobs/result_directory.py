@@ -19,7 +19,7 @@ from jaxtyping import Float
 from semrl_jax.evaluation.samples import Sample, read_samples, write_samples
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import (
+from semrl_jax.support.safe_files import (
     jsonable,
     read_json_object,
     replacing,

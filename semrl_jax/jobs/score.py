@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from semrl_jax import data
-from semrl_jax.data.rows import MAX_COLUMNS_CHARS, answer_text, field_value
+from semrl_jax.data.prompt_rows import MAX_COLUMNS_CHARS, answer_text, field_value
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.sampling.scoring import verdict_columns
 from semrl_jax.support import response_files
 from semrl_jax.support.end_markers import response_text
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import parse_json, replacing
 from semrl_jax.support.parquet import ParquetFile
+from semrl_jax.support.safe_files import parse_json, replacing
 
 GROUP_FIELDS = ("benchmark", "data_source")
 _ROWS = 1024  # graded together

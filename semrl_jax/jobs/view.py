@@ -17,9 +17,9 @@ from semrl_jax.pages.html import content_policy, data_element, filled, rounded, 
 from semrl_jax.runs.policies import PolicySource, find_policies, policy_names
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import replacing
 from semrl_jax.support.response_files import IDS, lengths_of_runs
 from semrl_jax.support.run_directory import run_of, setting_of
+from semrl_jax.support.safe_files import replacing
 
 SHOWN = ("all", "correct", "incorrect", "changed")
 MAX_COLUMNS = 8  # policies next to each other

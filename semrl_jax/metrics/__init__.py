@@ -5,9 +5,9 @@ A metric of one response is one module of `kinds`, and a function here under the
 several responses, or of two models, is one module of `sets`.
 """
 
+from semrl_jax.metrics.measurements import Measurement, MetricKey, flatten
 from semrl_jax.metrics.metric import Metric, load_metric
 from semrl_jax.metrics.names import METHODS, METRICS, RELEASE_METRICS, WINDOWS, window_sizes
-from semrl_jax.metrics.records import Measurement, MetricKey, flatten
 from semrl_jax.support.lazy import lazy_names
 from semrl_jax.support.modules import module_names
 

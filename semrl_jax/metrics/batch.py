@@ -10,13 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics.inputs import (
-    AnyArray,
-    check_choice,
-    check_states,
-    check_stride,
-    compact,
-)
+from semrl_jax.metrics.measurements import Measurement, MetricKey
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import (
     METHODS,
@@ -28,7 +22,13 @@ from semrl_jax.metrics.names import (
     metric_name,
 )
 from semrl_jax.metrics.prefixes import spectral_series
-from semrl_jax.metrics.records import Measurement, MetricKey
+from semrl_jax.metrics.valid_rows import (
+    AnyArray,
+    check_choice,
+    check_states,
+    check_stride,
+    compact,
+)
 from semrl_jax.metrics.windows import split_windows, summarise, with_whole
 from semrl_jax.support.modules import running
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.metrics.batch import hidden_state_metrics
-from semrl_jax.metrics.inputs import AnyArray, check_states
+from semrl_jax.metrics.measurements import MetricKey
 from semrl_jax.metrics.names import ORDERS
-from semrl_jax.metrics.records import MetricKey
+from semrl_jax.metrics.valid_rows import AnyArray, check_states
 
 
 class RankDynamics(NamedTuple):

@@ -24,9 +24,9 @@ from semrl_jax.metrics import (
     hidden_state_metrics,
     mean_hidden_state,
 )
+from semrl_jax.metrics.measurements import Metrics
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.metrics.records import Metrics
 from semrl_jax.support.programs import compiled_once
 from semrl_jax.support.rounding import next_power_of_two
 from semrl_jax.types import MetricParams, Rollout

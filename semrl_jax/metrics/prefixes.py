@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, check_choice, compact
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.names import METHODS
 from semrl_jax.metrics.nested import SpectralSums, prefix_sums
 from semrl_jax.metrics.spectrum import PrefixSpectra, symmetric_product, with_float64
+from semrl_jax.metrics.valid_rows import AnyArray, Rows, anchor, check_choice, compact
 from semrl_jax.metrics.windows import Windows, chunks
 
 # Windows are padded to at most this many sizes, which bounds the compile time.

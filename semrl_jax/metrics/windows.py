@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from semrl_jax.metrics.inputs import Rows
 from semrl_jax.metrics.names import RELEASE_TOKENS
+from semrl_jax.metrics.valid_rows import Rows
 
 
 class Windows(NamedTuple):

@@ -1,8 +1,8 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
 from semrl_jax.models import peft
-from semrl_jax.models.config import DecoderConfig, Experts, RopeScaling, random_config
 from semrl_jax.models.decoder import KVCache
+from semrl_jax.models.decoder_config import DecoderConfig, Experts, RopeScaling, random_config
 from semrl_jax.models.directory import (
     check_params,
     eos_token_ids,
@@ -15,6 +15,14 @@ from semrl_jax.models.directory import (
 )
 from semrl_jax.models.families import Family
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
+from semrl_jax.models.hf_weights import (
+    Piece,
+    UnstackedParams,
+    iterate_hf_tensors,
+    num_parameters,
+    params_from_hf,
+    tensor_specs,
+)
 from semrl_jax.models.hosts import from_host, to_host
 from semrl_jax.models.lora import VALUE_HEAD, Base, Lora, adapted
 from semrl_jax.models.policy import Params, Policy, unstacked
@@ -27,14 +35,6 @@ from semrl_jax.models.sharding import (
     replicated,
 )
 from semrl_jax.models.value_model import ValueModel, load_value_params, read_head, with_head
-from semrl_jax.models.weights import (
-    Piece,
-    UnstackedParams,
-    iterate_hf_tensors,
-    num_parameters,
-    params_from_hf,
-    tensor_specs,
-)
 from semrl_jax.support.choices import REMAT_POLICIES
 
 __all__ = [

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.sharding import activation_spec, shared_heads
 from semrl_jax.support.errors import UserError
 

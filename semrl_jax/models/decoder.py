@@ -24,7 +24,7 @@ from semrl_jax.models.attention import (
     self_attention,
     within_window,
 )
-from semrl_jax.models.config import DecoderConfig, Experts, RopeScaling
+from semrl_jax.models.decoder_config import DecoderConfig, Experts, RopeScaling
 from semrl_jax.models.experts import Kernels, mixture
 from semrl_jax.models.lora import A, AdaptedLinear, B
 from semrl_jax.models.sharding import (

@@ -14,10 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from semrl_jax.models import gguf
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
-from semrl_jax.models.policy import Params
-from semrl_jax.models.weights import (
+from semrl_jax.models.hf_weights import (
     EMBEDDING,
     HEAD,
     Piece,
@@ -25,8 +24,9 @@ from semrl_jax.models.weights import (
     params_from_hf,
     tensor_specs,
 )
+from semrl_jax.models.policy import Params
 from semrl_jax.support.errors import UserError, disk_refusal
-from semrl_jax.support.files import check_regular, read_json_object, replacing_directory
+from semrl_jax.support.safe_files import check_regular, read_json_object, replacing_directory
 from semrl_jax.support.tensor_files import write_tensors
 from semrl_jax.types import TensorSpec
 

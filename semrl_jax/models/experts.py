@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.models.config import Experts
+from semrl_jax.models.decoder_config import Experts
 from semrl_jax.models.sharding import activation_spec, axis_names, platform_of
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128  # rows

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf
-from semrl_jax.models.weights import HfTensor, hf_tensors
+from semrl_jax.models.hf_weights import HfTensor, hf_tensors
 from semrl_jax.support.errors import UserError
 
 VERSION = 1  # of the conversion; part of the names of converted directories

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from semrl_jax.models.config import (
+from semrl_jax.models.decoder_config import (
     MAX_LAYERS,
     MAX_POSITIONS,
     MAX_SIZE,

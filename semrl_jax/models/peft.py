@@ -15,13 +15,13 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from semrl_jax.models.config import MAX_SIZE, DecoderConfig
+from semrl_jax.models.decoder_config import MAX_SIZE, DecoderConfig
 from semrl_jax.models.directory import FILE_DTYPES, find_directory, weights_sample
+from semrl_jax.models.hf_weights import layer_kernels
 from semrl_jax.models.lora import MAX_ALPHA, A, B, Lora
 from semrl_jax.models.policy import Params
-from semrl_jax.models.weights import layer_kernels
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object, replacing_directory
+from semrl_jax.support.safe_files import read_json_object, replacing_directory
 from semrl_jax.support.tensor_files import write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from semrl_jax.models.attention_kernels import choose_kernel
-from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoded, Decoder
+from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.lora import Params, add_adapters, modules_with_adapters
 from semrl_jax.models.sharding import (
     ACTIVATION_SPECS,

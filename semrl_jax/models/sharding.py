@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.lora import A, B
 from semrl_jax.support.errors import UserError
 

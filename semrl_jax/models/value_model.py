@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.directory import load_params, read_tensors
+from semrl_jax.models.hf_weights import HEAD
 from semrl_jax.models.hosts import from_host
 from semrl_jax.models.lora import VALUE_HEAD
 from semrl_jax.models.policy import Params, Policy
-from semrl_jax.models.weights import HEAD
 
 KERNEL, BIAS = "score.weight", "score.bias"  # of the classifiers of transformers
 

@@ -13,13 +13,13 @@ from semrl_jax.models.of_config import lora_of
 from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import find_architecture
 from semrl_jax.planning.chips import Slice, find_slice, smallest_that_holds
-from semrl_jax.planning.programs import Compiled, Programs, check_compiler, devices_of
-from semrl_jax.runs.config import validate
+from semrl_jax.planning.slice_programs import Compiled, Programs, check_compiler, devices_of
+from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.memory import num_parameters, num_trained, per_parameter, size_text, width
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.plan import UPDATE
+from semrl_jax.training.passes import UPDATE
 
 KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # between programs, too
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from semrl_jax.planning.programs import ADDED
+from semrl_jax.planning.slice_programs import ADDED
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from semrl_jax.models import DecoderConfig
-from semrl_jax.models.weights import hf_tensors
+from semrl_jax.models.hf_weights import hf_tensors
 from semrl_jax.planning.chips import Slice
 from semrl_jax.planning.hlo import Collective, Program
 

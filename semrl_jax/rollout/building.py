@@ -32,7 +32,7 @@ from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE
 from semrl_jax.settings.rollout import longest_prompt, replica_in_flight
 from semrl_jax.support.cores import cores_of_child
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import jsonable, write_json
+from semrl_jax.support.safe_files import jsonable, write_json
 
 
 def jax_engine(

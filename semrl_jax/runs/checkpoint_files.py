@@ -22,8 +22,8 @@ from orbax.checkpoint._src import asyncio_utils
 
 from semrl_jax.models import Params
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object, write_json
-from semrl_jax.training.state import DataPosition
+from semrl_jax.support.safe_files import read_json_object, write_json
+from semrl_jax.training.train_state import DataPosition
 
 WRITES_TIMEOUT_S = 30.0  # for the remaining writes of a failed save
 META_FILE = pathlib.Path("meta", "metadata")

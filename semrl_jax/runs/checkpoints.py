@@ -33,8 +33,8 @@ from semrl_jax.runs.checkpoint_files import (
 )
 from semrl_jax.runs.joint_save import JointSave
 from semrl_jax.support.errors import UserError, disk_refusal
-from semrl_jax.support.files import remove
-from semrl_jax.training.state import DataPosition, TrainState
+from semrl_jax.support.safe_files import remove
+from semrl_jax.training.train_state import DataPosition, TrainState
 
 TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished
 REMOVED = ".removed"

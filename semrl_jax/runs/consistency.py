@@ -20,7 +20,7 @@ from semrl_jax.runs.workdir import versions
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import jsonable
+from semrl_jax.support.safe_files import jsonable
 
 # Packages that results and files depend on, in addition to those that a run directory records.
 MORE_PACKAGES = (

@@ -18,11 +18,9 @@ from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation.entries import environment_names
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import vllm_python
-from semrl_jax.rollout.memory import available_bytes
+from semrl_jax.rollout.host_memory import available_bytes
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
-from semrl_jax.runs.config import remarks, validate
-from semrl_jax.runs.fine_tuning import Inputs as Conversations
-from semrl_jax.runs.fine_tuning import batches_of
+from semrl_jax.runs.config_checks import remarks, validate
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import (
     check_room,
@@ -37,6 +35,8 @@ from semrl_jax.runs.memory import (
 )
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.setup import check_inputs, check_micro_batches
+from semrl_jax.runs.sft_run import Inputs as Conversations
+from semrl_jax.runs.sft_run import batches_of
 from semrl_jax.runs.starting_model import source_of
 from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import check_workdir

@@ -9,7 +9,7 @@ from semrl_jax import models
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.adapters import AdapterRecord
-from semrl_jax.support.files import read_json_object
+from semrl_jax.support.safe_files import read_json_object
 
 ADAPTER = "adapter"  # in a run directory
 

@@ -11,7 +11,7 @@ from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models.of_config import ModelFiles
 from semrl_jax.sampling.episodes import Episodes
-from semrl_jax.training.plan import PassPlan
+from semrl_jax.training.passes import PassPlan
 
 
 class Inputs(NamedTuple):

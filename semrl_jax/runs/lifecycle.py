@@ -18,7 +18,7 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
-from semrl_jax.runs.config import validate
+from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.consistency import check_same
 from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
 from semrl_jax.runs.profiling import profiled
@@ -33,7 +33,7 @@ from semrl_jax.support import compilation
 from semrl_jax.support.console import Reporter, short_path
 from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training.loop import run_steps
-from semrl_jax.training.state import POLICY, TrainState
+from semrl_jax.training.train_state import POLICY, TrainState
 from semrl_jax.training.trainee import NonFiniteUpdates
 
 Opened = TypeVar("Opened")

@@ -14,7 +14,7 @@ from semrl_jax import models
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.models.sharding import platform_of
 from semrl_jax.rollout.building import configured_mesh
-from semrl_jax.rollout.memory import available_bytes, total_bytes
+from semrl_jax.rollout.host_memory import available_bytes, total_bytes
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.sampling.exchange import sampling_processes
@@ -22,8 +22,8 @@ from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.memory import PerParameter, update_bytes
-from semrl_jax.training.plan import NONE
+from semrl_jax.training.passes import NONE
+from semrl_jax.training.update_memory import PerParameter, update_bytes
 
 PARAMETERS, ADAPTERS, BASE, GRADIENTS = "parameters", "adapters", "base", "gradients"
 REFERENCE, REPLICA = "reference", "replica"

@@ -13,8 +13,8 @@ import numpy as np
 from semrl_jax.runs.trackers import TensorBoard, Tracker
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
-from semrl_jax.support.files import remove, replacing, through_no_link
 from semrl_jax.support.rows import read_log, read_rows
+from semrl_jax.support.safe_files import remove, replacing, through_no_link
 from semrl_jax.types import TOKEN_ARRAYS, Rollout
 
 # Rows whose last values are the final figures of a run.

@@ -29,10 +29,10 @@ from semrl_jax.runs.trackers import open_trackers
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.support.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.support.cores import usable_cores
-from semrl_jax.support.files import replacing
 from semrl_jax.support.rows import append_start
+from semrl_jax.support.safe_files import replacing
 from semrl_jax.training.loop import StepResult
-from semrl_jax.training.state import TrainState
+from semrl_jax.training.train_state import TrainState
 
 
 @dataclasses.dataclass

@@ -29,8 +29,8 @@ from semrl_jax.evaluation.entries import (
 )
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.graders import open_graders
-from semrl_jax.evaluation.interface import load_scores
 from semrl_jax.evaluation.problems import load_problems
+from semrl_jax.evaluation.protocols import load_scores
 from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.models.hosts import processes_of
@@ -47,7 +47,7 @@ from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.config import remarks
+from semrl_jax.runs.config_checks import remarks
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import check_room, least_parts
 from semrl_jax.runs.optimizers import optimizer_of
@@ -67,14 +67,14 @@ from semrl_jax.sampling.weights import WeightSync
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object, write_json
+from semrl_jax.support.safe_files import read_json_object, write_json
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
 from semrl_jax.training.offload import check_offload, to_host
-from semrl_jax.training.plan import NONE, PassPlan
+from semrl_jax.training.passes import NONE, PassPlan
 from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
-from semrl_jax.training.state import TrainState
+from semrl_jax.training.train_state import TrainState
 
 T = TypeVar("T")
 METRIC_OPTIONS = ("stride", "window", "method")

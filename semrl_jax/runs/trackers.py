@@ -15,7 +15,7 @@ import ml_collections
 
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import jsonable
+from semrl_jax.support.safe_files import jsonable
 
 Scalars = Mapping[str, float | int]
 Settings = Mapping[str, Any]  # hyperparameters by full name

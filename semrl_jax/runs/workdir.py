@@ -24,8 +24,14 @@ from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.moved import REMOVED, with_present_names
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import jsonable, read_json_object, remove, through_no_link, write_json
 from semrl_jax.support.run_directory import START
+from semrl_jax.support.safe_files import (
+    jsonable,
+    read_json_object,
+    remove,
+    through_no_link,
+    write_json,
+)
 
 # These decide which arrays a checkpoint holds. A run from before they existed keeps their default.
 IN_CHECKPOINTS = ("rollout.max_staleness", "lora.rank")

@@ -18,7 +18,7 @@ from jaxtyping import Int, Shaped
 
 from semrl_jax.cluster.connecting import gather_bytes
 from semrl_jax.cluster.peers import Processes
-from semrl_jax.metrics.records import Measurement, MetricKey
+from semrl_jax.metrics.measurements import Measurement, MetricKey
 from semrl_jax.models.hosts import shard_owners
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import Scored, ScoredRollout

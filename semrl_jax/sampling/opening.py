@@ -13,12 +13,12 @@ import ml_collections
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Processes
 from semrl_jax.metrics.measurer import Measurer
-from semrl_jax.rollout.memory import available_bytes
+from semrl_jax.rollout.host_memory import available_bytes
 from semrl_jax.sampling.ahead import Ahead
+from semrl_jax.sampling.batch_rewards import unshuffled_rewards
 from semrl_jax.sampling.counters import Events, ReplicaFigures
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.in_parts import InParts
-from semrl_jax.sampling.rewards import unshuffled_rewards
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.selecting import Selecting
 from semrl_jax.sampling.source import Batches, Counted, Now, Rounds, Source

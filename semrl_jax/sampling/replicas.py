@@ -18,7 +18,7 @@ from semrl_jax.rollout.building import jax_children, jax_engine, read_token, vll
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.wire.auth import new_token
-from semrl_jax.sampling.addresses import check_addresses, read_addresses
+from semrl_jax.sampling.addresses_file import check_addresses, read_addresses
 from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.rollout import longest_prompt, replica_in_flight
 from semrl_jax.support.console import Reporter

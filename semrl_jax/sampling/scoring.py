@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from semrl_jax.metrics.measurements import Measurement, Metrics, joined
 from semrl_jax.metrics.measurer import Measured, Measurer, join_layers
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.metrics.records import Measurement, Metrics, joined
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards.verdict import episode_verdict
 from semrl_jax.support.response_files import METRICS, SCORES

@@ -73,7 +73,7 @@ class Data:
 def check(data: Section) -> None:
     # Imported here, because the default config is read before every command.
     from semrl_jax.data.procedural import sources
-    from semrl_jax.data.rows import check_row_format
+    from semrl_jax.data.prompt_rows import check_row_format
 
     check_row_format(data["row_format"])
     sources(data["reasoning_gym"])

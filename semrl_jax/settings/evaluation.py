@@ -111,7 +111,7 @@ class Evaluation:
 
 
 def check(evaluation: Section) -> None:
-    from semrl_jax.data.rows import check_row_format  # see settings.data
+    from semrl_jax.data.prompt_rows import check_row_format  # see settings.data
 
     check_row_format(evaluation["row_format"], "evaluation.")
     check_stop_strings("evaluation", evaluation)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics.records import MetricKey, Metrics
+from semrl_jax.metrics.measurements import MetricKey, Metrics
+from semrl_jax.shaping.baselines import ShapingState
 from semrl_jax.shaping.indicators import (
     has_indicators,
     masked_correlation,
@@ -24,7 +25,6 @@ from semrl_jax.shaping.indicators import (
     read_indicators,
 )
 from semrl_jax.shaping.options import ShapingOptions
-from semrl_jax.shaping.state import ShapingState
 
 DEVIATION_LIMIT = 5.0
 EPSILON = 1e-8

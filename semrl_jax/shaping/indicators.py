@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics.records import MetricKey, Metrics
+from semrl_jax.metrics.measurements import MetricKey, Metrics
 from semrl_jax.shaping.options import ShapingOptions
 
 

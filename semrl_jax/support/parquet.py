@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import check_regular
+from semrl_jax.support.safe_files import check_regular
 
 MAX_CELL_BYTES = 4 * 2**20  # of a text, alone or in a list
 MAX_ROW_BYTES = 64 * 2**20  # of all texts in the lists of a column

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import replacing
 from semrl_jax.support.parquet import ParquetFile, strings, with_types
+from semrl_jax.support.safe_files import replacing
 
 METRICS, SCORES = "metrics/", "score/"  # beginnings of the names of further numbers
 

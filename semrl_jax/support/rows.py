@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import parse_json, replacing
+from semrl_jax.support.safe_files import parse_json, replacing
 
 STARTS = "starts.jsonl"
 

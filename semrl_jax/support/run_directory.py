@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import read_json_object
+from semrl_jax.support.safe_files import read_json_object
 
 START = "start"  # in a run that began from another run: the model that it began with
 

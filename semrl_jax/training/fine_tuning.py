@@ -22,9 +22,9 @@ from semrl_jax.models import Base, Params, Policy, adapted
 from semrl_jax.training import likelihood
 from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan
-from semrl_jax.training.policy import PolicyLoss, batch_logprobs
+from semrl_jax.training.policy_update import PolicyLoss, batch_logprobs
 from semrl_jax.training.rollout_batch import bucket
-from semrl_jax.training.state import POLICY, TrainState
+from semrl_jax.training.train_state import POLICY, TrainState
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
 from semrl_jax.types import RolloutBatch
 

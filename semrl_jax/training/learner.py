@@ -23,16 +23,16 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_earlier, weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.support.clock import Clock
-from semrl_jax.training import state as states
-from semrl_jax.training.critic import CriticLoss, batch_values
+from semrl_jax.training import train_state
+from semrl_jax.training.critic_update import CriticLoss, batch_values
 from semrl_jax.training.offload import fetched
 from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import RowPlan, row_plan
-from semrl_jax.training.plan import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
-from semrl_jax.training.policy import PolicyLoss, TokenPass, batch_logprobs
+from semrl_jax.training.passes import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
+from semrl_jax.training.policy_update import PolicyLoss, TokenPass, batch_logprobs
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.state import POLICY, TrainState
+from semrl_jax.training.train_state import POLICY, TrainState
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
 from semrl_jax.types import Rollout, RolloutBatch
 
@@ -103,7 +103,7 @@ class Learner:
         """
         if not num_earlier(self.config.rollout):
             return (state.params,)
-        return (*state.earlier, states.copied(state.params, self._kept_dtype))
+        return (*state.earlier, train_state.copied(state.params, self._kept_dtype))
 
     def whole(self, params: models.Params) -> models.Params:
         """All parameters of the policy, from those in a train state; no copy of the base."""
@@ -215,14 +215,16 @@ class Learner:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""
         shapes = self._trained_shapes(self.policy)
-        state = states.abstract_state(shapes, self.optimizer, self._first_baselines(), self.mesh)
+        state = train_state.abstract_state(
+            shapes, self.optimizer, self._first_baselines(), self.mesh
+        )
         for trainee in self.trainees[1:]:
             own = self._trained_shapes(trainee.loss.model)
-            trained = states.abstract_trained(own, trainee.optimizer, self.mesh)
+            trained = train_state.abstract_trained(own, trainee.optimizer, self.mesh)
             state = state.with_trained(trainee.name, trained)
-        weights = states.abstract_copied(shapes, self._kept_dtype, self.mesh)
+        weights = train_state.abstract_copied(shapes, self._kept_dtype, self.mesh)
         return state._replace(
-            algorithm=states.abstract_everywhere(self.algorithm.first_state(), self.mesh),
+            algorithm=train_state.abstract_everywhere(self.algorithm.first_state(), self.mesh),
             earlier=(weights,) * num_earlier(self.config.rollout),
         )
 
@@ -236,17 +238,17 @@ class Learner:
         """
         if params is None:  # a copy: an update donates its parameters
             params = jax.tree.map(jnp.copy, fetched(self.reference))
-        state = states.init_state(params, self.optimizer, self._first_baselines(), self.mesh)
+        state = train_state.init_state(params, self.optimizer, self._first_baselines(), self.mesh)
         if self.critic is not None:
             if critic_params is None:
                 whole = rounded(jax.tree.map(jnp.copy, state.params), "float32")
                 critic_params = models.with_head(whole)
-            critic = states.init_trained(critic_params, self.critic.optimizer, self.mesh)
+            critic = train_state.init_trained(critic_params, self.critic.optimizer, self.mesh)
             state = state._replace(critic=critic)
         count, earlier = num_earlier(self.config.rollout), ()
         if count:
-            earlier = (states.copied(state.params, self._kept_dtype),) * count
-        first = states.everywhere(self.algorithm.first_state(), self.mesh)
+            earlier = (train_state.copied(state.params, self._kept_dtype),) * count
+        first = train_state.everywhere(self.algorithm.first_state(), self.mesh)
         return state._replace(algorithm=first, earlier=earlier)
 
     def _trained_shapes(self, model: models.Policy | models.ValueModel) -> models.Params:

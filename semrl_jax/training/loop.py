@@ -11,16 +11,16 @@ from jaxtyping import Array
 
 from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
-from semrl_jax.sampling.rewards import group_rewards, turn_rewards
+from semrl_jax.sampling.batch_rewards import group_rewards, turn_rewards
+from semrl_jax.sampling.batch_scalars import batch_scalars
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Source
-from semrl_jax.sampling.statistics import batch_scalars
 from semrl_jax.support.clock import Clock
 from semrl_jax.training.learner import Learner
-from semrl_jax.training.plan import credit_rules
+from semrl_jax.training.passes import credit_rules
 from semrl_jax.training.probes import Probes, Seen
 from semrl_jax.training.rollout_batch import credited_tokens
-from semrl_jax.training.state import TrainState
+from semrl_jax.training.train_state import TrainState
 
 
 class StepResult(NamedTuple):

@@ -18,7 +18,7 @@ from semrl_jax.rewards.verdict import with_model_score
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rewards import MAX_SCORE, RewardFunction, reward_functions, split_functions
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.critic import row_values
+from semrl_jax.training.critic_update import row_values
 from semrl_jax.training.packing import RowPlan, lay_out, row_plan, to_batch
 from semrl_jax.types import RolloutBatch
 

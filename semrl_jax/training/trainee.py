@@ -22,7 +22,7 @@ from semrl_jax.support.programs import compiled_once, parts_of, side_by_side, to
 from semrl_jax.training.micro_batches import Sums, summed_gradients
 from semrl_jax.training.optimizer import Optimizer, num_optimizer_updates
 from semrl_jax.training.packing import RowPlan, to_batch
-from semrl_jax.training.state import Trained, TrainState, everywhere
+from semrl_jax.training.train_state import Trained, TrainState, everywhere
 from semrl_jax.types import RolloutBatch
 
 

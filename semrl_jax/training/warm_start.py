@@ -17,7 +17,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import clipped
 from semrl_jax.training.packing import RowPlan
-from semrl_jax.training.state import POLICY, Trained
+from semrl_jax.training.train_state import POLICY, Trained
 from semrl_jax.training.trainee import Frozen, Inputs, Trainee
 
 OPTIMIZER = {"weight_decay": 0.01, "max_grad_norm": 1.0, "adam_b2": 0.98}

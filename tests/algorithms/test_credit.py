@@ -6,7 +6,7 @@ from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.algorithms.credit import Credit, Memory, Tokens, assign_credit
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.plan import PassPlan, credit_rules
+from semrl_jax.training.passes import PassPlan, credit_rules
 
 INDICATORS = ("effective_rank_acceleration", "effective_rank_velocity", "effective_rank")
 REWARDS = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)

@@ -10,7 +10,7 @@ import pytest
 from configs.default import get_config
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
-from semrl_jax.algorithms.turns import placed_rewards
+from semrl_jax.algorithms.turn_credit import placed_rewards
 from semrl_jax.settings.algorithms import importance_options
 
 MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.turns import placed_rewards
+from semrl_jax.algorithms.turn_credit import placed_rewards
 from tests.algorithms import test_estimators as estimators
 from tests.algorithms.test_estimators import NAMES, advantages_of, algorithm, part_of
 from tests.oracles import algorithms as oracle

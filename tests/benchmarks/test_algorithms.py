@@ -13,7 +13,7 @@ from benchmarks import algorithms
 from benchmarks.pass_at_k import pass_at_k
 from semrl_jax.runs import validate
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import write_json
+from semrl_jax.support.safe_files import write_json
 
 PROBLEMS = 6
 

@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.optimizer_memory import compiled_for, make
 from semrl_jax import models
-from semrl_jax.training.memory import PerParameter
-from semrl_jax.training.state import init_trained
+from semrl_jax.training.train_state import init_trained
+from semrl_jax.training.update_memory import PerParameter
 
 SMALL = models.DecoderConfig(
     vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4,

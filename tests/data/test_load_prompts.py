@@ -14,10 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from semrl_jax import data
-from semrl_jax.data import PromptDataset, PromptExample, columns_hash, dataset_hash
-from semrl_jax.data import rows as rows_module
-from semrl_jax.data.files import MAX_LINE_BYTES, RowError, read_rows
+from semrl_jax.data import PromptDataset, PromptExample, columns_hash, dataset_hash, prompt_rows
 from semrl_jax.data.loading import _CHUNK_ROWS
+from semrl_jax.data.row_files import MAX_LINE_BYTES, RowError, read_rows
 from semrl_jax.support.errors import UserError
 
 ROWS = [
@@ -518,7 +517,7 @@ def test_a_column_that_is_not_json_is_refused_with_its_row(tokenizer, tmp_path, 
         assert load_prompts(path, tokenizer).num_bad_rows == 0  # nothing reads the column
     kept = load_prompts(bad[0][0], tokenizer, keep_columns=True, skip_bad_rows=True)
     assert (len(kept), kept.num_bad_rows) == (1, 1)
-    monkeypatch.setattr(rows_module, "MAX_COLUMNS_CHARS", 40)
+    monkeypatch.setattr(prompt_rows, "MAX_COLUMNS_CHARS", 40)
     with pytest.raises(UserError, match=r"line 1: has 64 characters as JSON.* may have 40"):
         path = write(tmp_path / "d.jsonl", [problem(more="x" * 20)])
         load_prompts(path, tokenizer, keep_columns=True)

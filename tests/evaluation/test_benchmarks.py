@@ -7,7 +7,7 @@ import pytest
 
 from semrl_jax.data import RowError
 from semrl_jax.evaluation import catalogue
-from semrl_jax.evaluation.benchmark import BenchmarkReader, options_in
+from semrl_jax.evaluation.benchmark_spec import BenchmarkReader, options_in
 
 AIME = {"id": 60, "problem": "1+1?", "solution": "2", "answer": "2", "url": "", "question": "1+1?"}
 OLYMMATH = {"problem": "1+1?", "answer": "\\sqrt{4}", "subject": "Algebra", "unique_id": "E-0"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.evaluation import evaluator
-from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.protocols import PerProblem, Plan
 from semrl_jax.support.errors import UserError
 
 

@@ -6,7 +6,7 @@ import re
 import ml_collections
 import pytest
 
-from semrl_jax.evaluation import page, results
+from semrl_jax.evaluation import problem_page, results
 from semrl_jax.evaluation.scores import pass_at_k
 from tests.evaluation.making import make_sample
 
@@ -20,7 +20,7 @@ def write(file, *policies, title="title", **options):
         name: results.results(samples, [pass_at_k], options_of_scores)
         for name, samples in named.items()
     }
-    page.write_page(file, named, found, title, **options)
+    problem_page.write_page(file, named, found, title, **options)
     return file.read_bytes().decode()
 
 

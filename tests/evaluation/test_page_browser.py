@@ -3,7 +3,7 @@
 import ml_collections
 import pytest
 
-from semrl_jax.evaluation import page, results
+from semrl_jax.evaluation import problem_page, results
 from semrl_jax.evaluation.scores import mean_at_n
 from tests.browser import open_page
 from tests.evaluation.making import make_sample
@@ -55,7 +55,7 @@ def write(file, num_policies=1):
     policies = {f"policy {i}": samples_of(i) for i in range(num_policies)}
     options = ml_collections.ConfigDict({"k": (1,)})
     found = {name: results.results(s, [mean_at_n], options) for name, s in policies.items()}
-    page.write_page(file, policies, found, "Evaluation")
+    problem_page.write_page(file, policies, found, "Evaluation")
 
 
 def test_page_of_one_policy(tmp_path):

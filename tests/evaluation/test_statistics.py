@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.evaluation import statistics
-from semrl_jax.evaluation.interface import PerProblem
+from semrl_jax.evaluation.protocols import PerProblem
 
 
 def figure(values, weights=None):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.evaluation.evaluator import Benchmark
-from semrl_jax.evaluation.interface import Plan
+from semrl_jax.evaluation.protocols import Plan
 from semrl_jax.evaluation.samples import table_of, write_samples
 from semrl_jax.evaluation.scores import pass_at_k
 from semrl_jax.jobs import result_directory

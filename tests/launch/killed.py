@@ -28,7 +28,7 @@ PHASES = {
     "generate": f"{SAMPLING}.source:Rounds.next",
     "part": f"{SAMPLING}.in_parts:InParts._part",
     "turn": "semrl_jax.environments.pool:Episode.step",
-    "score": "semrl_jax.rewards.pool:VerifierPool.submit",
+    "score": "semrl_jax.rewards.verifier_pool:VerifierPool.submit",
     "update": "semrl_jax.training.learner:Learner.update",
     "rollouts": f"{RUNS}.run:write_rollouts",
     "row": f"{RUNS}.records:MetricWriter.write",

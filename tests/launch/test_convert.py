@@ -20,7 +20,7 @@ from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.state import DataPosition, TrainState
+from semrl_jax.training.train_state import DataPosition, TrainState
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 from tests.launch.conftest import ROOT, run
 

@@ -240,7 +240,7 @@ def test_every_flag_quickly(case, home):
     assert not (home / "no").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_flag(home):
     problems = [problem(case, home) for case in THOROUGH]
     assert not any(problems), "\n\n".join(filter(None, problems))

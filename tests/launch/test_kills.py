@@ -166,7 +166,7 @@ def test_three_kills(uninterrupted, tmp_path):
     run_chain(uninterrupted, tmp_path / "run", FEW, seed=12)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_kills_of_a_run_that_samples_ahead(uninterrupted_ahead, tmp_path):
     """What was sampled and not trained on is sampled again, with the weights of then."""
     run_chain(uninterrupted_ahead, tmp_path / "run", AHEAD, seed=13, flags=AHEAD_FLAGS)

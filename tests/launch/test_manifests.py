@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from launch.cli import EXIT_USER_ERROR
 from semrl_jax.cluster import SINGLE, find_place
-from semrl_jax.cluster.environment import JOBSET_PORT
+from semrl_jax.cluster.discovery import JOBSET_PORT
 from semrl_jax.cluster.peers import EXIT_PEER_LOST
 from semrl_jax.runs import EXIT_PREEMPTED, validate
 from tests.cases import slow_after

@@ -231,7 +231,7 @@ def prepare_benchmarks(name, output, monkeypatch, given=""):
 def test_benchmarks_are_fetched_and_keep_their_rows(hub, tmp_path, monkeypatch, capsys):
     files, env = hub
     source = f"{env['HF_ENDPOINT']}/data/{{folder}}/test.jsonl"
-    monkeypatch.setattr("semrl_jax.evaluation.benchmark.SOURCE", source)
+    monkeypatch.setattr("semrl_jax.evaluation.benchmark_spec.SOURCE", source)
     files["/data/amc24/test.jsonl"] = f"{json.dumps(AMC24)}\n{{}}\n".encode()
     olymmath = {"problem": "1+1?", "answer": "2", "subject": "代数", "unique_id": "x"}
     files["/data/OlymMATH-ZH-EASY/test.jsonl"] = json.dumps(olymmath).encode()
@@ -271,7 +271,7 @@ def test_wrong_names_and_outputs_of_benchmarks(tmp_path, monkeypatch):
     assert_refused("x.jsonl is one file, but --dataset names 5", "tiny", tmp_path, "x.jsonl")
     source = write(tmp_path / "amc24.jsonl", [AMC24])
     assert_refused("is the input; name another file", "amc24", tmp_path, str(source))
-    monkeypatch.setattr("semrl_jax.evaluation.benchmark.SOURCE", "http://127.0.0.1:9/{folder}")
+    monkeypatch.setattr("semrl_jax.evaluation.benchmark_spec.SOURCE", "http://127.0.0.1:9/{folder}")
     assert_refused("127.0.0.1:9/amc24 cannot be fetched .* pass the file as", "amc24", tmp_path)
 
 

@@ -160,7 +160,7 @@ def resume(workdir, steps):
     assert re.search(rf"resumed .* at step {steps}\b", found[0][1])  # only process 0 prints
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_signal_ends_all_at_the_same_step_and_a_kill_ends_all(uninterrupted, warmed):
     """SIGTERM to one of two processes, later SIGKILL to one; the same command continues the run."""
     processes = start_processes(warmed, 2)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from semrl_jax import metrics
 from semrl_jax.metrics import Measurement, Metric, MetricKey
+from semrl_jax.metrics.measurements import decode, encode
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import ORDERS, check_metrics
-from semrl_jax.metrics.records import decode, encode
 from semrl_jax.support.errors import UserError
 from tests.oracles import metrics as oracle
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import metrics
-from semrl_jax.metrics.inputs import compact
+from semrl_jax.metrics.valid_rows import compact
 from tests.oracles import metrics as oracle
 
 SPECTRAL = ("effective_rank", "log_effective_rank", "traditional_rank", "response_entropy")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import models
-from semrl_jax.models.weights import LAYER_NAMES
+from semrl_jax.models.hf_weights import LAYER_NAMES
 from tests.cases import slow_after
 
 CONFIG = models.DecoderConfig(

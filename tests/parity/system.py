@@ -21,12 +21,12 @@ from semrl_jax.metrics import flatten
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.rewards import Verdict
 from semrl_jax.runs.setup import optimizer_of
-from semrl_jax.sampling.rewards import group_rewards
+from semrl_jax.sampling.batch_rewards import group_rewards
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.plan import PassPlan, credit_rules
-from semrl_jax.training.policy import batch_logprobs
+from semrl_jax.training.passes import PassPlan, credit_rules
+from semrl_jax.training.policy_update import batch_logprobs
 from semrl_jax.training.rollout_batch import credited_tokens, pad_batch
 from semrl_jax.types import Rollout, RolloutBatch
 from tests.parity.models import EOS, PAD

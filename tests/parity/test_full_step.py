@@ -20,9 +20,9 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.learner import ForwardPasses, Learner
-from semrl_jax.training.plan import PassPlan
-from semrl_jax.training.policy import TokenPass
-from semrl_jax.training.state import init_state
+from semrl_jax.training.passes import PassPlan
+from semrl_jax.training.policy_update import TokenPass
+from semrl_jax.training.train_state import init_state
 from tests.parity import reference, system
 from tests.parity.models import EOS, disturbed, random_model
 

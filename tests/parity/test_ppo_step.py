@@ -17,10 +17,10 @@ from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
-from semrl_jax.sampling.rewards import group_rewards
+from semrl_jax.sampling.batch_rewards import group_rewards
 from semrl_jax.support.clock import Clock
 from semrl_jax.training.learner import Critic, Learner
-from semrl_jax.training.plan import PassPlan, credit_rules
+from semrl_jax.training.passes import PassPlan, credit_rules
 from semrl_jax.training.rollout_batch import credited_tokens
 from tests.parity import system
 from tests.parity.models import disturbed, fill, random_model

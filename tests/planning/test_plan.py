@@ -8,7 +8,7 @@ import pytest
 
 from configs import default
 from semrl_jax import models
-from semrl_jax.planning import plan, programs, report
+from semrl_jax.planning import plan, report, slice_programs
 from semrl_jax.planning.chips import find_slice
 from semrl_jax.support.errors import UserError
 from tests.launch.conftest import run
@@ -80,13 +80,13 @@ def test_the_state_of_adapters_is_that_of_the_base():
 def test_without_the_compiler_the_line_has_the_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '.\[tpu\]'"):
-        programs.check_compiler()
+        slice_programs.check_compiler()
 
 
 def test_the_weights_of_the_decode_program_have_single_layers():
     architecture = plan.find_architecture("Qwen/Qwen2.5-0.5B")
     mesh = models.make_mesh({}, jax.devices()[:1])
-    planned = programs.Programs(config_of(), architecture, find_slice("v5e:1x1"), mesh)
+    planned = slice_programs.Programs(config_of(), architecture, find_slice("v5e:1x1"), mesh)
     assert len(planned.engine_params(mesh)["layers"]) == architecture.num_layers
 
 
@@ -149,13 +149,13 @@ def test_small_numbers_stay_short():
 
 def test_a_refusal_of_the_compiler():
     message = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 20.50G of 15.75G hbm. Exceeded"
-    assert programs.too_large(message) == 20.5 * 2**30
+    assert slice_programs.too_large(message) == 20.5 * 2**30
     message = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (107.52G) exceeds available HBM (95.74G)."
     )
-    assert programs.too_large(message) == 107.52 * 2**30
-    assert programs.too_large("INTERNAL: RET_CHECK failure") is None
+    assert slice_programs.too_large(message) == 107.52 * 2**30
+    assert slice_programs.too_large("INTERNAL: RET_CHECK failure") is None
 
 
 def planned(path, topology, *flags, fields=TINY):

@@ -12,8 +12,7 @@ import time
 
 import pytest
 
-from semrl_jax.rewards import Verdict, VerifierPool
-from semrl_jax.rewards import pool as pool_module
+from semrl_jax.rewards import Verdict, VerifierPool, verifier_pool
 from semrl_jax.rewards.verdict import weighted_verdict, with_model_score
 from semrl_jax.settings.rewards import MAX_SCORE, reward_functions
 from semrl_jax.support.errors import UserError
@@ -115,7 +114,7 @@ def test_a_reply_without_a_request_costs_no_job(obey, command):
 
 
 def test_a_reply_without_end_does_not_fill_the_memory(obey, monkeypatch):
-    monkeypatch.setattr(pool_module, "MAX_REPLY_BYTES", 200_000)
+    monkeypatch.setattr(verifier_pool, "MAX_REPLY_BYTES", 200_000)
     assert obey.submit("flood", "").result(timeout=10).error == "crash"  # before the timeout
     assert obey.submit("7", "7").result(timeout=10) == RIGHT
 
@@ -172,7 +171,7 @@ def test_any_text_crosses_the_pipe(obey, text):
 
 
 def test_too_long_text_never_reaches_a_worker(monkeypatch):
-    monkeypatch.setattr(pool_module, "MAX_RESPONSE_CHARS", 10)
+    monkeypatch.setattr(verifier_pool, "MAX_RESPONSE_CHARS", 10)
     with VerifierPool(num_workers=1) as pool:
         for response, reference in [("1" * 11, "1"), ("1", "1" * 11)]:
             verdict = pool.submit(response, reference).result(timeout=0)
@@ -252,7 +251,7 @@ def test_cancelled_job_is_skipped():
 
 
 def test_worker_is_replaced_before_its_memory_fills(monkeypatch):
-    monkeypatch.setattr(pool_module, "MAX_JOBS_PER_WORKER", 2)
+    monkeypatch.setattr(verifier_pool, "MAX_JOBS_PER_WORKER", 2)
     with VerifierPool(num_workers=1, function="hostile:obey") as pool:
         pids = [int(pool.submit("pid", "").result(timeout=10).score) for _ in range(5)]
     assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
@@ -337,7 +336,7 @@ def test_hung_worker_dies_with_a_killed_parent(tmp_path):
 def test_rewards_load_no_accelerator_library():
     program = (
         "import sys\n"
-        "import semrl_jax.rewards, semrl_jax.rewards.worker\n"
+        "import semrl_jax.rewards, semrl_jax.rewards.verifier_worker\n"
         "from semrl_jax.rewards.verifiers import math\n"
         "math.verify('\\\\boxed{\\\\sqrt{2}}', '1.5', semrl_jax.rewards.VerifierSettings())\n"
         "bad = {'jax', 'jaxlib', 'grpc', 'transformers', 'torch'} & set(sys.modules)\n"
@@ -364,7 +363,7 @@ def test_a_verifier_may_take_the_row_of_the_prompt(obey):
             assert verdict.score == 2.5
             assert json.loads(verdict.extracted) == {"tests": [None, {"é": [1, True]}]}
         assert pool.submit("", "").result(timeout=10) == Verdict(-1.0, False, False, "{}")
-        too_long = json.dumps({"text": "x" * pool_module.MAX_RESPONSE_CHARS})
+        too_long = json.dumps({"text": "x" * verifier_pool.MAX_RESPONSE_CHARS})
         assert pool.submit("", "", too_long).result(timeout=10).error == "too_long"
     assert obey.submit("7", "7", row).result(timeout=10) == RIGHT  # it takes no row
 

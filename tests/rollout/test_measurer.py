@@ -13,7 +13,7 @@ import pytest
 
 from semrl_jax import metrics
 from semrl_jax.metrics import measurer
-from semrl_jax.metrics.records import encode
+from semrl_jax.metrics.measurements import encode
 from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
 from tests.rollout.client.test_client import sync
 from tests.rollout.conftest import FAKE, assert_complete, assert_sampled, make_requests, wait_until

@@ -2,7 +2,7 @@
 
 import pytest
 
-from semrl_jax.rollout.memory import available_bytes, total_bytes
+from semrl_jax.rollout.host_memory import available_bytes, total_bytes
 
 GIB = 2**30
 

@@ -31,7 +31,7 @@ from semrl_jax.runs.checkpoints import Checkpoints, disk_refusal
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.optimizer import Optimizer, make_optimizer
-from semrl_jax.training.state import (
+from semrl_jax.training.train_state import (
     DataPosition,
     everywhere,
     init_state,

@@ -16,7 +16,7 @@ from configs import (
     smollm2,
 )
 from semrl_jax.runs import train, validate
-from semrl_jax.runs.config import check_sections, remarks
+from semrl_jax.runs.config_checks import check_sections, remarks
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.support.errors import UserError

@@ -14,7 +14,7 @@ from semrl_jax.models.lora import A, B, modules_with_adapters
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs import train
 from semrl_jax.runs.checkpoint_files import read_meta
-from semrl_jax.runs.config import validate
+from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop

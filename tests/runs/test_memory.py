@@ -14,7 +14,7 @@ from semrl_jax.runs.dry_run import dry_run
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.plan import NONE, PassPlan
+from semrl_jax.training.passes import NONE, PassPlan
 
 
 def inputs_of(config, mesh, critic=False):

@@ -44,16 +44,15 @@ def assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
         ("grpo", FACTORED | ROUNDED | OFFLOADED),
-        pytest.param(
+        (
             "ppo",
             ROUNDED
             | {"optimizer.first_moment_dtype": "bfloat16", "training.offload": ("optimizer",)},
-            marks=pytest.mark.soak,
         ),
     ],
 )

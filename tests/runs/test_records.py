@@ -21,10 +21,10 @@ from semrl_jax.runs.records import (
 )
 from semrl_jax.runs.trackers import TensorBoard
 from semrl_jax.runs.workdir import open_workdir
-from semrl_jax.sampling.scoring import Scored
-from semrl_jax.sampling.statistics import (
+from semrl_jax.sampling.batch_scalars import (
     batch_scalars,
 )
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.console import summary_line
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows

@@ -15,7 +15,7 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.runs import train
-from semrl_jax.sampling import addresses, replicas
+from semrl_jax.sampling import addresses_file, replicas
 from semrl_jax.settings import rollout as rollout_settings
 from semrl_jax.support.errors import Preempted, UserError
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
@@ -141,7 +141,7 @@ def test_a_file_of_addresses_that_cannot_be_used(tmp_path, content, expected):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError, match=f"rollout.addresses_file=.*{expected}") as caught:
-        addresses.read_addresses(str(file))
+        addresses_file.read_addresses(str(file))
     assert "\n" not in str(caught.value)
 
 

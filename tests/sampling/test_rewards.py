@@ -7,7 +7,7 @@ import pytest
 
 from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.runs import validate
-from semrl_jax.sampling.rewards import group_rewards, turn_rewards
+from semrl_jax.sampling.batch_rewards import group_rewards, turn_rewards
 from tests.fixtures import make_scored
 
 

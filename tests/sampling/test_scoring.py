@@ -16,9 +16,9 @@ from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.measurer import MAX_GROUP, Measured, Measurer
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
+from semrl_jax.sampling.batch_scalars import batch_scalars
 from semrl_jax.sampling.requests import Draw
 from semrl_jax.sampling.scoring import Scored, score_and_measure
-from semrl_jax.sampling.statistics import batch_scalars
 from semrl_jax.sampling.weights import Weights
 from semrl_jax.types import TURN_METRICS, WeightVersion
 from tests.cases import slow_after

@@ -14,8 +14,8 @@ from semrl_jax.cluster.agreement import is_agreed
 from semrl_jax.data import PromptDataset, PromptExample
 from semrl_jax.data.prompts import prompt_order
 from semrl_jax.runs import train, validate
+from semrl_jax.sampling.batch_rewards import group_rewards, unshuffled_rewards
 from semrl_jax.sampling.requests import TRAINING, stream_seed
-from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
 from semrl_jax.sampling.scoring import Scored, score_and_measure
 from semrl_jax.sampling.selecting import Selecting, TooFewGroups, sample_until_kept
 from semrl_jax.sampling.source import Now, Rounds

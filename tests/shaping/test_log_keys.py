@@ -13,8 +13,8 @@ from semrl_jax import shaping
 from semrl_jax.evaluation.evaluator import logged
 from semrl_jax.evaluation.scores import greedy
 from semrl_jax.runs import train
+from semrl_jax.sampling.batch_scalars import batch_scalars
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.sampling.statistics import batch_scalars
 from tests.evaluation.making import make_sample
 from tests.fixtures import make_scored, save_chat_model
 from tests.shaping import by_name

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from semrl_jax.support import files
+from semrl_jax.support import safe_files
 from semrl_jax.support.errors import UserError
 
 HOSTILE = {
@@ -20,7 +20,7 @@ HOSTILE = {
     "a list": (b"[]", "must hold a JSON object, not list"),
     "null": (b"null", "must hold a JSON object, not NoneType"),
     "a number": (b"1", "must hold a JSON object, not int"),
-    "large": (b" " * (files.MAX_JSON_BYTES + 1), "is larger than 16 MiB"),
+    "large": (b" " * (safe_files.MAX_JSON_BYTES + 1), "is larger than 16 MiB"),
 }
 
 
@@ -30,7 +30,7 @@ def test_hostile_json_is_the_users_error(tmp_path, case):
     file = tmp_path / "config.json"
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        files.read_json_object(file)
+        safe_files.read_json_object(file)
     text = str(caught.value)
     assert text.startswith(f"{file} ") and message in text and len(text) < 300
 
@@ -40,18 +40,18 @@ def test_other_than_regular_files_are_refused_without_waiting(tmp_path):
     (tmp_path / "zeros").symlink_to("/dev/zero")
     for name in ("pipe", "zeros", "."):
         with pytest.raises(UserError, match="is no regular file"):
-            files.read_json_object(tmp_path / name)
+            safe_files.read_json_object(tmp_path / name)
     with pytest.raises(FileNotFoundError):
-        files.read_json_object(tmp_path / "absent")
+        safe_files.read_json_object(tmp_path / "absent")
 
 
 def test_an_object_as_deep_as_allowed_is_read(tmp_path):
     value = 1
-    for _ in range(files.MAX_JSON_DEPTH):
+    for _ in range(safe_files.MAX_JSON_DEPTH):
         value = {"a": value, "b": None}
     (tmp_path / "link.json").symlink_to(tmp_path / "deep.json")  # as the hub's snapshots have them
     (tmp_path / "deep.json").write_text(json.dumps(value))
-    assert files.read_json_object(tmp_path / "link.json") == value
+    assert safe_files.read_json_object(tmp_path / "link.json") == value
 
 
 @pytest.mark.parametrize("at", ["file.json", "file.writing"])
@@ -59,34 +59,34 @@ def test_replacing_writes_through_no_link(tmp_path, at):
     target = tmp_path / "thesis.tex"
     target.write_text("years of work")
     (tmp_path / at).symlink_to(target)
-    files.write_json(tmp_path / "file.json", {"a": 1}, durable=True)
+    safe_files.write_json(tmp_path / "file.json", {"a": 1}, durable=True)
     assert target.read_text() == "years of work"
     assert not (tmp_path / "file.json").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.json", "thesis.tex"]
-    assert files.read_json_object(tmp_path / "file.json") == {"a": 1}
+    assert safe_files.read_json_object(tmp_path / "file.json") == {"a": 1}
 
 
 def test_a_failed_write_leaves_the_file_unchanged(tmp_path):
     file = tmp_path / "file.json"
-    files.write_json(file, {"a": 1})
-    with pytest.raises(OSError, match="No space"), files.replacing(file) as out:
+    safe_files.write_json(file, {"a": 1})
+    with pytest.raises(OSError, match="No space"), safe_files.replacing(file) as out:
         out.write(b"half")
         raise OSError(28, "No space left on device")
-    assert files.read_json_object(file) == {"a": 1}
+    assert safe_files.read_json_object(file) == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
     (tmp_path / "file.writing").mkdir()
     with pytest.raises(UserError, match=r"file\.writing is a directory"):
-        files.write_json(file, {})
+        safe_files.write_json(file, {})
 
 
 def test_appending_through_a_link_is_refused(tmp_path):
     (tmp_path / "log.txt").symlink_to(tmp_path / "thesis.tex")
     with pytest.raises(UserError, match=r"log\.txt is a symbolic link"):
-        open(tmp_path / "log.txt", "a", opener=files.through_no_link).close()
+        open(tmp_path / "log.txt", "a", opener=safe_files.through_no_link).close()
     assert not (tmp_path / "thesis.tex").exists()
 
 
 def test_appending_to_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "log.txt")
     with pytest.raises(UserError, match=r"log\.txt is a pipe"):
-        open(tmp_path / "log.txt", "a", opener=files.through_no_link).close()
+        open(tmp_path / "log.txt", "a", opener=safe_files.through_no_link).close()

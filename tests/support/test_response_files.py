@@ -18,7 +18,7 @@ from semrl_jax.evaluation.generated_files import (
 from semrl_jax.evaluation.samples import read_samples, write_samples
 from semrl_jax.jobs import view
 from semrl_jax.metrics import Measurement, MetricKey
-from semrl_jax.pages.report import samples
+from semrl_jax.pages.report import recorded_responses
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
@@ -118,7 +118,7 @@ def test_rollouts_of_an_old_run_are_read(tmp_path):
                 make_old_rollouts(file)
                 assert "metrics/effective_rank_valid" in pq.read_schema(file).names
         write_rollouts(rollouts, 4, Scored(()), str, [])  # all problems were too long
-        shown = samples._Found()
+        shown = recorded_responses._Found()
         for file in sorted(rollouts.iterdir()):
             shown.add(0, file, 10**6)
         file = rollouts / "eval_000003.parquet"

@@ -9,9 +9,9 @@ import pytest
 from semrl_jax import models
 from semrl_jax.algorithms import ppo
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.training.critic import batch_values
+from semrl_jax.training.critic_update import batch_values
 from semrl_jax.training.packing import RowPlan
-from semrl_jax.training.state import abstract_trained, init_trained
+from semrl_jax.training.train_state import abstract_trained, init_trained
 from tests.training.test_mesh import OPTIMIZER, PLANS, Case, recorded
 from tests.training.updates import update_critic
 

@@ -20,7 +20,7 @@ from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.fine_tuning import FineTuner, batch_order, conversation_batch
 from semrl_jax.training.optimizer import Optimizer, make_optimizer, schedule
 from semrl_jax.training.packing import RowPlan
-from semrl_jax.training.state import init_state
+from semrl_jax.training.train_state import init_state
 from semrl_jax.training.trainee import NonFiniteUpdates
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}"

@@ -12,8 +12,8 @@ from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import peft
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.packing import RowPlan
-from semrl_jax.training.policy import batch_logprobs
-from semrl_jax.training.state import init_state
+from semrl_jax.training.policy_update import batch_logprobs
+from semrl_jax.training.train_state import init_state
 from tests.training.test_mesh import OPTIMIZER, TEMPERATURE, Case, recorded
 from tests.training.updates import update_policy
 

@@ -3,7 +3,7 @@
 import pytest
 
 from semrl_jax.models import DecoderConfig, tensor_specs
-from semrl_jax.training.memory import update_bytes
+from semrl_jax.training.update_memory import update_bytes
 
 # The model of the page's table. One sequence per row: 224 response tokens in 256 columns.
 MODEL = DecoderConfig(

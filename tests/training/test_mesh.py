@@ -19,8 +19,8 @@ from semrl_jax.planning import hlo
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
-from semrl_jax.training.policy import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
-from semrl_jax.training.state import abstract_state, init_state
+from semrl_jax.training.policy_update import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
+from semrl_jax.training.train_state import abstract_state, init_state
 from semrl_jax.training.trainee import update_rows
 from tests.training.test_packing import batch_of
 from tests.training.updates import update_policy

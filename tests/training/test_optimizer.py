@@ -14,7 +14,7 @@ from configs.default import get_config
 from semrl_jax import models
 from semrl_jax.algorithms import grpo, ppo
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.runs.config import validate
+from semrl_jax.runs.config_checks import validate
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.offload import KIND, check_offload
 from semrl_jax.training.optimizer import (
@@ -25,7 +25,7 @@ from semrl_jax.training.optimizer import (
 )
 from semrl_jax.training.optimizers import adafactor
 from semrl_jax.training.packing import RowPlan
-from semrl_jax.training.state import abstract_trained, init_trained
+from semrl_jax.training.train_state import abstract_trained, init_trained
 from tests.training.test_critic import check_layout
 from tests.training.test_mesh import PLANS, TEMPERATURE, Case, recorded
 from tests.training.updates import update_critic, update_policy

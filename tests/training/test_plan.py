@@ -5,7 +5,7 @@ import pytest
 
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.plan import NONE, PASS, UPDATE, PassNeeds, PassPlan
+from semrl_jax.training.passes import NONE, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.rollout_batch import credited_tokens
 from tests.algorithms.test_credit import credit_of, make_metrics
 from tests.fixtures import make_scored

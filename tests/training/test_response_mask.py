@@ -13,7 +13,7 @@ from semrl_jax.analysis import study_sources
 from semrl_jax.metrics import MetricKey
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.runs import train
-from semrl_jax.training.policy import TokenPass, batch_logprobs
+from semrl_jax.training.policy_update import TokenPass, batch_logprobs
 from semrl_jax.training.probes.tokens import token_indicators
 from tests.cases import slow_after
 from tests.fixtures import read_rows

@@ -15,7 +15,7 @@ from semrl_jax.training import trainee as trainee_module
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan
-from semrl_jax.training.state import init_state, init_trained
+from semrl_jax.training.train_state import init_state, init_trained
 from semrl_jax.training.trainee import Inputs, MiniBatch, NonFiniteUpdates, Trainee, update_all
 from tests.training.test_packing import batch_of
 

@@ -24,7 +24,7 @@ from semrl_jax.support import programs
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
-from semrl_jax.training.policy import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
+from semrl_jax.training.policy_update import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
 from semrl_jax.training.trainee import update_rows
 from tests.cases import slow_after
 from tests.training.test_mesh import OPTIMIZER
@@ -296,7 +296,12 @@ SHARED = make_batch(GROUPED, groups=(slice(0, 3), slice(3, 5)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes", [{"fsdp": 2, "sequence": 4}, {"replica": 2, "sequence": 4}], ids=str
+    "axes",
+    [
+        {"fsdp": 2, "sequence": 4},
+        pytest.param({"replica": 2, "sequence": 4}, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_shared_prompts_on_a_mesh_change_nothing_but_rounding(axes):
     policy, params = setup()

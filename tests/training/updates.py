@@ -1,8 +1,8 @@
 """One optimiser step of a policy or of a critic, with the arguments that tests vary."""
 
-from semrl_jax.training.critic import CriticLoss
-from semrl_jax.training.policy import PolicyLoss
-from semrl_jax.training.state import Trained
+from semrl_jax.training.critic_update import CriticLoss
+from semrl_jax.training.policy_update import PolicyLoss
+from semrl_jax.training.train_state import Trained
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee
 
 

@@ -12,7 +12,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float
 
-from semrl_jax.evaluation.interface import PerProblem
+from semrl_jax.evaluation.protocols import PerProblem
 from semrl_jax.evaluation.repeated import correct_counts, plan, sizes_above_one
 from semrl_jax.evaluation.samples import Sample
 

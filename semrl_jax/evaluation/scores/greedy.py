@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import ml_collections
 import numpy as np
 
-from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.protocols import PerProblem, Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample
 
 

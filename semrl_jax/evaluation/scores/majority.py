@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import ml_collections
 import numpy as np
 
-from semrl_jax.evaluation.interface import PerProblem
+from semrl_jax.evaluation.protocols import PerProblem
 from semrl_jax.evaluation.repeated import log_factorials, plan, sizes_above_one
 from semrl_jax.evaluation.samples import Sample
 from semrl_jax.rewards.grading.text import normalized

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import ml_collections
 import numpy as np
 
-from semrl_jax.evaluation.interface import PerProblem
+from semrl_jax.evaluation.protocols import PerProblem
 from semrl_jax.evaluation.repeated import correct_counts, num_samples, plan
 from semrl_jax.evaluation.samples import Sample
 

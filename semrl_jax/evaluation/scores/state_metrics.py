@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import ml_collections
 
-from semrl_jax.evaluation.interface import PerProblem
+from semrl_jax.evaluation.protocols import PerProblem
 from semrl_jax.evaluation.repeated import over_responses, plan
 from semrl_jax.evaluation.samples import Sample
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.metrics.directions import of_prefixes, unit_rows
-from semrl_jax.metrics.inputs import Rows
 from semrl_jax.metrics.metric import Metric
+from semrl_jax.metrics.valid_rows import Rows
 
 
 def prefix_anisotropy(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:

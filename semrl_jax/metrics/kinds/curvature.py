@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.inputs import Rows
 from semrl_jax.metrics.metric import Metric
+from semrl_jax.metrics.valid_rows import Rows
 
 MIN_STEP = 1e-6  # a step of at most this length has no direction
 BLOCK_STEPS = 64  # with 3584 dimensions they fit in the cache of a core

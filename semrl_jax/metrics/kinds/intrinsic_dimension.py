@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.metrics.directions import of_prefixes
-from semrl_jax.metrics.inputs import Rows, anchor
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.spectrum import symmetric_product, with_float64
+from semrl_jax.metrics.valid_rows import Rows, anchor
 
 # Rows closer than this share of their lengths count as equal: 3e-7, what float32 resolves.
 EQUAL = 1e-13

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.metrics.directions import of_prefixes, unit_rows
-from semrl_jax.metrics.inputs import Rows
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.spectrum import symmetric_product
+from semrl_jax.metrics.valid_rows import Rows
 
 TEMPERATURE = 2.0  # t of the paper
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.metrics.directions import row_lengths, unit_rows
-from semrl_jax.metrics.inputs import AnyArray, check_states
+from semrl_jax.metrics.valid_rows import AnyArray, check_states
 
 
 class Drift(NamedTuple):

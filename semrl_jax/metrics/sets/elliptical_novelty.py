@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics.inputs import AnyArray, check_states
 from semrl_jax.metrics.spectrum import symmetric_product, with_float64
+from semrl_jax.metrics.valid_rows import AnyArray, check_states
 
 
 def elliptical_novelty(

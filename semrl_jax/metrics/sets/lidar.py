@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics.inputs import AnyArray, check_states
 from semrl_jax.metrics.spectrum import with_float64
+from semrl_jax.metrics.valid_rows import AnyArray, check_states
 
 DELTA = 1e-4  # of the paper
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, check_states, compact
 from semrl_jax.metrics.spectrum import symmetric_product, with_float64
+from semrl_jax.metrics.valid_rows import AnyArray, Rows, anchor, check_states, compact
 
 
 @jax.jit

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.sets.elliptical_novelty import checked, kernel
 from semrl_jax.metrics.spectrum import with_float64
+from semrl_jax.metrics.valid_rows import AnyArray
 
 
 def log_determinant(

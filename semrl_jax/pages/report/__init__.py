@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import pathlib
 
-from semrl_jax.support.files import replacing
 from semrl_jax.support.rows import read_rows
+from semrl_jax.support.safe_files import replacing
 
 
 def write_report(workdir: pathlib.Path) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from semrl_jax.pages.html import content_policy, data_element, filled, shortened
-from semrl_jax.pages.report import comparison, reading
+from semrl_jax.pages.report import reading, several_runs
 from semrl_jax.pages.report.panels import panels_of
 from semrl_jax.pages.report.reading import RunLog
-from semrl_jax.pages.report.samples import samples
-from semrl_jax.support.files import replacing
+from semrl_jax.pages.report.recorded_responses import samples
+from semrl_jax.support.safe_files import replacing
 
 MAX_KEYS = 12  # named in a note
 MAX_KEY = 80  # characters
@@ -72,7 +72,7 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
         "panels": [panel._asdict() | {"keys": list(panel.keys.items())} for panel in varied],
         "notes": notes,
         "settings": reading.settings_table(runs),
-        "paired": comparison.paired(runs, notes) if len(runs) > 1 else [],
+        "paired": several_runs.paired(runs, notes) if len(runs) > 1 else [],
     }
 
 

@@ -13,9 +13,9 @@ from semrl_jax.pages.report.panels import OTHER, STAGES
 from semrl_jax.settings.moved import with_present_names
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import jsonable, read_json_object
 from semrl_jax.support.rows import STARTS, read_log, read_rows
 from semrl_jax.support.run_directory import distinct_names
+from semrl_jax.support.safe_files import jsonable, read_json_object
 
 MAX_ROWS = 1500  # per run, of each kind: with an evaluation, with an event, others
 MAX_EVENTS = 300  # per run

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from semrl_jax.pages.report import page, reading
-from semrl_jax.pages.report.samples import recorded, samples
+from semrl_jax.pages.report.recorded_responses import recorded, samples
 from semrl_jax.support.errors import UserError
 
 HOST = "127.0.0.1"

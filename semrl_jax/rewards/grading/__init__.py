@@ -5,6 +5,6 @@
 
 from semrl_jax.rewards.grading.answers import equal
 from semrl_jax.rewards.grading.choice import chosen_letters
-from semrl_jax.rewards.grading.responses import Graded, grade, prepare
+from semrl_jax.rewards.grading.response_grader import Graded, grade, prepare
 
 __all__ = ["Graded", "chosen_letters", "equal", "grade", "prepare"]

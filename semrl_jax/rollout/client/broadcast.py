@@ -20,10 +20,10 @@ from jaxtyping import UInt8
 
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
-from semrl_jax.rollout.memory import available_bytes
+from semrl_jax.rollout.host_memory import available_bytes
 from semrl_jax.rollout.wire import bounds, codec
-from semrl_jax.rollout.wire.memory import OwnMemory, layout
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire.shared_memory import OwnMemory, layout
 from semrl_jax.support.cores import usable_cores
 from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
 

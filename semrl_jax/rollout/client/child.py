@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE, new_token
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import through_no_link
+from semrl_jax.support.safe_files import through_no_link
 
 END_S = 20.0  # from closing its standard input to SIGKILL
 PROGRESS_EVERY_S = 10.0

@@ -29,7 +29,7 @@ from semrl_jax.rollout.client.replica import (
 )
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import check_token, read_certificates
-from semrl_jax.rollout.wire.memory import OwnMemory
+from semrl_jax.rollout.wire.shared_memory import OwnMemory
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,

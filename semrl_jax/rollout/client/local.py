@@ -18,7 +18,7 @@ import numpy as np
 from semrl_jax.rollout.client.embedded import run_loop
 from semrl_jax.rollout.client.replica import Replica, Responses
 from semrl_jax.rollout.engines.base import Engine
-from semrl_jax.rollout.server.guard import refused_if_invalid, status_of
+from semrl_jax.rollout.server.request_checks import refused_if_invalid, status_of
 from semrl_jax.rollout.server.service import RolloutService, check_finite
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.codec import GenerateCall

@@ -28,9 +28,9 @@ from jaxtyping import Float, UInt8
 
 from semrl_jax.data import StopMatcher, TokenBytes
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
-from semrl_jax.rollout.memory import available_bytes
+from semrl_jax.rollout.host_memory import available_bytes
 from semrl_jax.rollout.wire.codec import GenerateCall, LimitExceeded
-from semrl_jax.rollout.wire.memory import layout
+from semrl_jax.rollout.wire.shared_memory import layout
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     FinishReason,

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
-from semrl_jax.rollout.server.guard import Guard
+from semrl_jax.rollout.server.request_checks import Guard
 from semrl_jax.rollout.server.service import RolloutService
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import (

@@ -20,10 +20,10 @@ from semrl_jax.metrics import METRICS
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server.checking import Complete, TensorChecks
 from semrl_jax.rollout.server.counts import Counts
-from semrl_jax.rollout.server.guard import Refused, refused_if_invalid
+from semrl_jax.rollout.server.request_checks import Refused, refused_if_invalid
 from semrl_jax.rollout.wire import bounds, codec
-from semrl_jax.rollout.wire.memory import layout, open_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire.shared_memory import layout, open_memory
 from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from jaxtyping import Float, Int, Shaped, UInt8
 
 from semrl_jax.metrics import METHODS, WINDOWS, Measurement, MetricKey
-from semrl_jax.metrics.records import decode, encode
+from semrl_jax.metrics.measurements import decode, encode
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,

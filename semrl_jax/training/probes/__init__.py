@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.metrics.measurements import Measurement, Metrics
 from semrl_jax.metrics.measurer import Measurer
-from semrl_jax.metrics.records import Measurement, Metrics
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import load_module, running
-from semrl_jax.training.plan import NOTHING, PassNeeds, PassPlan
-from semrl_jax.training.policy import TokenPass
+from semrl_jax.training.passes import NOTHING, PassNeeds, PassPlan
+from semrl_jax.training.policy_update import TokenPass
 from semrl_jax.types import RolloutBatch
 
 FIELD = "metrics.probes"

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.sampling.annealing import distribution_at
 from semrl_jax.sampling.scoring import ScoredRollout
-from semrl_jax.training.plan import PassNeeds
+from semrl_jax.training.passes import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools, is_due
 from semrl_jax.types import Annealing, Rollout
 

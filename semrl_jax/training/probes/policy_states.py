@@ -7,7 +7,7 @@ import dataclasses
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.sampling.exchange import of_all
 from semrl_jax.sampling.scoring import Scored, submit_turns
-from semrl_jax.training.plan import PassNeeds
+from semrl_jax.training.passes import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools
 
 

@@ -10,8 +10,8 @@ from jaxtyping import Bool
 
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.support.choices import TOKEN_INDICATORS
-from semrl_jax.training.plan import PassNeeds
-from semrl_jax.training.policy import TokenPass
+from semrl_jax.training.passes import PassNeeds
+from semrl_jax.training.policy_update import TokenPass
 from semrl_jax.training.probes import Probe, Seen, Tools
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semrl_jax.evaluation import statistics
-from semrl_jax.evaluation.interface import Plan
+from semrl_jax.evaluation.protocols import Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED
 from semrl_jax.evaluation.scores import (
     best_of_k,

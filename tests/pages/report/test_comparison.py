@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from semrl_jax.pages.report import comparison, page, reading
+from semrl_jax.pages.report import page, reading, several_runs
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.sampling.scoring import Scored
 from tests.pages.report.making import add_row, make_run, scored, text_of
@@ -24,7 +24,7 @@ def runs(tmp_path_factory):
 
 
 def test_differences_are_paired_by_problem(runs):
-    rows = comparison.paired(reading.read_runs(runs))
+    rows = several_runs.paired(reading.read_runs(runs))
     assert [(row["step"], row["benchmark"], row["run"]) for row in rows] == [
         (0, "sums", 1), (4, "sums", 1), (8, "sums", 1),
     ]  # fmt: skip
@@ -44,7 +44,7 @@ def test_several_samples_of_a_problem_are_averaged_and_other_problems_are_left_o
         names = ["twice"] * 4 + ["other"] * len(other)
         write_rollouts(run / "rollouts", 5, Scored.of(samples + other), text_of, names)
         found.append(run)
-    rows = comparison.paired(reading.read_runs(found))
+    rows = several_runs.paired(reading.read_runs(found))
     assert [row["benchmark"] for row in rows] == ["sums", "twice"]
     assert (rows[1]["first"], rows[1]["other"], rows[1]["problems"]) == (0.5, 1.0, 2)
     assert rows[1]["half"] == pytest.approx(1.96 * np.sqrt(0.5 / 2), rel=1e-12)
@@ -58,7 +58,7 @@ def test_an_unreadable_evaluation_is_named(tmp_path):
     for damaged in (without, without.append_column("correct", pa.nulls(8, pa.bool_()))):
         pq.write_table(damaged, file)
         notes = []
-        rows = comparison.paired(reading.read_runs(runs), notes)
+        rows = several_runs.paired(reading.read_runs(runs), notes)
         assert [row["step"] for row in rows] == [0]
         assert notes == [
             "b/rollouts/eval_000004.parquet cannot be read; no accuracies are compared at step 4."
@@ -87,7 +87,7 @@ def test_the_page_of_several_runs_has_the_settings_that_differ(runs):
 
 def test_the_csv_has_the_rows_of_all_runs(runs, tmp_path):
     logs = reading.read_runs(runs)
-    comparison.write_csv(tmp_path / "rows.csv", logs)
+    several_runs.write_csv(tmp_path / "rows.csv", logs)
     with open(tmp_path / "rows.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == ["first"] * 12 + ["second"] * 12

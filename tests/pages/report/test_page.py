@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.jobs import view
-from semrl_jax.pages.report import page, reading, samples, write_report
+from semrl_jax.pages.report import page, reading, recorded_responses, write_report
 from semrl_jax.pages.report.panels import OTHER, panels_of
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.sampling.scoring import Scored
@@ -77,7 +77,7 @@ def test_events_have_their_step_and_extent(run):
 
 
 def test_responses_are_whole_groups_with_what_was_recorded(run):
-    found = samples.samples(reading.read_runs([run]))
+    found = recorded_responses.samples(reading.read_runs([run]))
     rows = [dict(zip(found["columns"], row)) for row in found["rows"]]
     assert len(rows) == 3 * (16 + 8)
     assert [row["step"] for row in rows] == sorted((row["step"] for row in rows), reverse=True)
@@ -96,7 +96,7 @@ def test_responses_are_whole_groups_with_what_was_recorded(run):
 @pytest.mark.parametrize("length", [0, 1, 59, 60, 61, 200])
 def test_a_line_has_the_means_of_neighbouring_tokens(length):
     values = [float(i) for i in range(length)]
-    found = samples._line(values)
+    found = recorded_responses._line(values)
     assert len(found) == min(length, 60)
     bounds = [i * length // max(len(found), 1) for i in range(len(found) + 1)]
     expected = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
@@ -108,9 +108,9 @@ def test_a_large_file_is_limited_to_groups_from_all_benchmarks(run, monkeypatch)
     names = ["large"] * 52 + ["small"] * 8
     write_rollouts(run / "rollouts", 100, Scored.of(many), lambda ids: "é" * 300, names)
     try:
-        monkeypatch.setattr(samples, "MAX_CHARACTERS", 200)
-        monkeypatch.setattr(samples, "MAX_BYTES", 7 * 6000)  # of 3 + 4 files
-        found = samples.samples(reading.read_runs([run]))
+        monkeypatch.setattr(recorded_responses, "MAX_CHARACTERS", 200)
+        monkeypatch.setattr(recorded_responses, "MAX_BYTES", 7 * 6000)  # of 3 + 4 files
+        found = recorded_responses.samples(reading.read_runs([run]))
     finally:
         (run / "rollouts" / "eval_000100.parquet").unlink()
     rows = [dict(zip(found["columns"], row)) for row in found["rows"]]
@@ -127,7 +127,7 @@ def test_an_unreadable_file_of_responses_is_named(run, content):
     file = run / "rollouts" / "step_000099.parquet"
     file.write_bytes(content)
     try:
-        found = samples.samples(reading.read_runs([run]))
+        found = recorded_responses.samples(reading.read_runs([run]))
     finally:
         file.unlink()
     assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
@@ -186,9 +186,9 @@ def test_responses_that_may_not_be_read_are_not_called_missing(run, monkeypatch)
     def refuse(directory):
         raise PermissionError(13, "Permission denied", str(directory))
 
-    monkeypatch.setattr(samples.os, "listdir", refuse)
+    monkeypatch.setattr(recorded_responses.os, "listdir", refuse)
     with pytest.raises(UserError, match="rollouts cannot be read: Permission denied"):
-        samples.samples(reading.read_runs([run]))
+        recorded_responses.samples(reading.read_runs([run]))
 
 
 def test_quantities_that_are_never_finite_are_not_called_zero(config, tmp_path):
@@ -236,7 +236,7 @@ def test_columns_of_another_type_are_shown_or_the_file_is_named(run, kind):
     try:
         for place, name in enumerate(table.column_names):
             pq.write_table(table.set_column(place, name, OTHER_TYPES[kind]), file)
-            found = samples.samples(reading.read_runs([run]))
+            found = recorded_responses.samples(reading.read_runs([run]))
             page.page({"title": "", "runs": []}, found)
             if kind == "a number" and name == "extracted":
                 shown = [row[8] for row in found["rows"] if row[2] == 0 and row[1] == "training"]
@@ -254,7 +254,7 @@ def test_a_pipe_among_the_responses_is_named(run):
     file = run / "rollouts" / "step_000099.parquet"
     os.mkfifo(file)
     try:
-        found = samples.samples(reading.read_runs([run]))
+        found = recorded_responses.samples(reading.read_runs([run]))
     finally:
         file.unlink()
     assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
@@ -269,7 +269,7 @@ def test_a_response_without_a_verdict_is_not_called_wrong(run, name, value):
     place = table.column_names.index(name)
     pq.write_table(table.set_column(place, name, pa.array(values)), file)
     try:
-        found = samples.samples(reading.read_runs([run]))
+        found = recorded_responses.samples(reading.read_runs([run]))
     finally:
         file.unlink()
     assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
@@ -331,7 +331,7 @@ def test_a_long_episode_is_cut_in_each_turn_and_its_context_has_no_logprob(confi
         0, correct=True, response_mask=mask, turn_rewards=np.array([0.0, 1.0], np.float32)
     )
     write_rollouts(run / "rollouts", 1, Scored.of([item]), lambda ids: "é" * 3000 * len(ids))
-    found = samples.samples(reading.read_runs([run]))
+    found = recorded_responses.samples(reading.read_runs([run]))
     rows = [dict(zip(found["columns"], row)) for row in found["rows"]]
     (row,) = [row for row in rows if row["step"] == 1]
     assert all(row["turns"] == [len(row["response"])] and not row["rewards"] for row in rows[1:])

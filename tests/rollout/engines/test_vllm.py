@@ -17,8 +17,8 @@ import transformers
 
 from semrl_jax import data, models
 from semrl_jax.metrics import MetricKey
+from semrl_jax.metrics.measurements import encode
 from semrl_jax.metrics.measurer import Measurer
-from semrl_jax.metrics.records import encode
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine

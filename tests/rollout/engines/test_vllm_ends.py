@@ -96,7 +96,7 @@ def bfloat16_errors(model, rollouts):
     return np.concatenate(ours), np.concatenate(theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, temporary, tmp_path):
     """States are as near to those of a float32 pass as those of transformers in bfloat16.
 

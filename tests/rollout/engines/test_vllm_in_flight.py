@@ -22,7 +22,7 @@ LONG = SamplingParams(max_tokens=440, temperature=0.8)
 @pytest.mark.parametrize(
     "in_flight",
     [
-        pytest.param("keep", marks=pytest.mark.slow),
+        pytest.param("keep", marks=pytest.mark.soak),
         pytest.param("abort", marks=pytest.mark.soak),
     ],
 )

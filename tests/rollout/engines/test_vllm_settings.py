@@ -66,7 +66,7 @@ def test_states_that_do_not_fit_into_a_container(plugin, monkeypatch):
     engine = VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
     needed = dataclasses.replace(engine._pool_shape, num_prompt_rows=0).num_bytes
     left = [needed]
-    monkeypatch.setattr("semrl_jax.rollout.memory._left_in_groups", lambda root: left)
+    monkeypatch.setattr("semrl_jax.rollout.host_memory._left_in_groups", lambda root: left)
     VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
     left[0] -= 1
     with pytest.raises(UserError, match=r"lower rollout\.vllm_max_num_seqs"):

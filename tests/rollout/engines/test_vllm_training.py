@@ -22,6 +22,7 @@ FLAGS = (
 )  # fmt: skip
 
 
+@pytest.mark.soak  # tests/launch/test_real_model.py has a replica before and after an update
 @pytest.mark.parametrize(
     "fields", [(), pytest.param(("--config.lora.rank=4",), marks=pytest.mark.soak)],
     ids=["all parameters", "adapters"],
@@ -50,6 +51,7 @@ def test_a_run_with_a_vllm_child(tmp_path, fields):
     assert "eval/arithmetic/greedy_accuracy" in last
 
 
+@pytest.mark.soak
 def test_a_run_with_an_environment_and_a_vllm_child(tmp_path):
     """Each turn continues the tokens before it: log-probabilities agree on all own tokens."""
     save_chat_model(tmp_path / "model", "Write about w12345. 2 of 17. More! user assistant", 280)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.rollout.server import guard
+from semrl_jax.rollout.server import request_checks
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
@@ -225,7 +225,7 @@ def test_header_that_is_no_text_is_not_printed(world, caplog):
 
 
 def test_client_that_does_not_read_loses_its_call(world, caplog, monkeypatch):
-    monkeypatch.setattr(guard, "_ABORT_S", 0.05)
+    monkeypatch.setattr(request_checks, "_ABORT_S", 0.05)
     replica, stub, options, version = synced(world, hidden_size=65_536, stall_timeout_s=0.3)
     requests = make_requests(8, 1, first_seed=15)
     message = generate_message(version, requests, SamplingParams(64), HiddenStateParams((-1,)))

@@ -13,7 +13,7 @@ import pytest
 
 from semrl_jax.rollout.client import broadcast
 from semrl_jax.rollout.server import service
-from semrl_jax.rollout.wire import codec, memory
+from semrl_jax.rollout.wire import codec, shared_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import SamplingParams
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests, wait_until
@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 @pytest.fixture
 def own():
-    made = memory.OwnMemory()
+    made = shared_memory.OwnMemory()
     yield made
     made.close()
 
@@ -65,7 +65,7 @@ def memory_messages(own, arrays, *, step=1):
     """A valid update through `own`; tests make a part of it invalid."""
     begin, *_, commit = update_messages(arrays, step=step)
     begin.begin.memory.CopyFrom(own.message())
-    starts, num_bytes = memory.layout(FAKE_SPECS)
+    starts, num_bytes = shared_memory.layout(FAKE_SPECS)
     target = own.reserve(num_bytes)
     for start, array in zip(starts, arrays):
         target[start : start + array.nbytes] = codec.as_bytes(array)
@@ -101,8 +101,8 @@ def test_memory_that_a_failed_replica_may_still_read_is_not_written_again(world,
     files = []
 
     def keep(message, num_bytes=1):
-        files.append(memory.open_memory(message, num_bytes))
-        return memory.open_memory(message, num_bytes)
+        files.append(shared_memory.open_memory(message, num_bytes))
+        return shared_memory.open_memory(message, num_bytes)
 
     def first(file):
         return file[:4].view(np.float32)[0]
@@ -123,10 +123,10 @@ def test_memory_that_a_failed_replica_may_still_read_is_not_written_again(world,
 
 def test_what_is_written_is_read(own):
     own.reserve(10)[:] = np.arange(10)
-    found = memory.open_memory(own.message(), 10)
+    found = shared_memory.open_memory(own.message(), 10)
     assert found.tolist() == list(range(10)) and not found.flags.writeable
     own.reserve(5000)[4999] = 7  # it grows and keeps what it had
-    found = memory.open_memory(own.message(), 5000)[9:]
+    found = shared_memory.open_memory(own.message(), 5000)[9:]
     assert (found[0], found[-1], found[1:-1].any()) == (9, 7, False)
     with pytest.raises(PermissionError):
         os.ftruncate(own.message().file, 10)
@@ -148,9 +148,9 @@ def test_other_files_are_not_opened(own, name, monkeypatch):
     change, match = BAD_ADDRESSES[name]
     message = own.message()
     change(message)
-    monkeypatch.setattr(memory.os, "open", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(shared_memory.os, "open", lambda *_: pytest.fail("opened"))
     with pytest.raises((OSError, ValueError), match=match):
-        memory.open_memory(message)
+        shared_memory.open_memory(message)
 
 
 def test_memory_that_could_shrink_is_refused(own):
@@ -158,10 +158,10 @@ def test_memory_that_could_shrink_is_refused(own):
     try:
         message = pb.SharedMemory(process=os.getpid(), file=file, name=own.message().name)
         with pytest.raises(ValueError, match="could shrink"):
-            memory.open_memory(message)
+            shared_memory.open_memory(message)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         with pytest.raises(ValueError, match="0 of 1 bytes"):
-            memory.open_memory(message)
+            shared_memory.open_memory(message)
     finally:
         os.close(file)
 
@@ -215,7 +215,7 @@ BAD_UPDATES = {
         lambda m, own: m.__delitem__(slice(2, None)), CODES.INVALID_ARGUMENT, "where a commit",
     ),
 }  # fmt: skip
-SMALL = memory.OwnMemory()
+SMALL = shared_memory.OwnMemory()
 
 
 @pytest.mark.parametrize("name", BAD_UPDATES)
@@ -266,7 +266,7 @@ def test_client_without_such_memory_streams(world, chunks, monkeypatch, is_there
     if is_there:
         monkeypatch.setattr(broadcast, "available_bytes", lambda: 1000)  # of 2 x 576
     else:
-        monkeypatch.delattr(memory.os, "memfd_create")
+        monkeypatch.delattr(shared_memory.os, "memfd_create")
     client = world.client(world.replica())
     assert client.sync_weights(FAKE_SPECS, make_arrays, step=0).step == 0
     assert sum(chunks) == 512 + 32

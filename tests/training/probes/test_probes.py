@@ -10,8 +10,8 @@ import pytest
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.runs import validate
+from semrl_jax.sampling.batch_scalars import metric_scalars
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.sampling.statistics import metric_scalars
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
 from semrl_jax.training.probes import (

@@ -21,7 +21,7 @@ from semrl_jax.runs.checkpoint_files import FORMAT_VERSION
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.optimizer import make_optimizer
-from semrl_jax.training.state import DataPosition, TrainState, init_state
+from semrl_jax.training.train_state import DataPosition, TrainState, init_state
 
 HERE = pathlib.Path(__file__).parent
 STEP = 3

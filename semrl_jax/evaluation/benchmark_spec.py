@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax.data import rows
-from semrl_jax.data.files import RowError
-from semrl_jax.data.rows import answer_text, check_text, columns_text, field_value
+from semrl_jax.data import prompt_rows
+from semrl_jax.data.prompt_rows import answer_text, check_text, columns_text, field_value
+from semrl_jax.data.row_files import RowError
 from semrl_jax.rewards.extraction import boxed_answer
 
 KINDS = ("math", "number", "choice")
@@ -83,7 +83,7 @@ class BenchmarkReader:
     keep_columns: bool = True
     has_template: bool = False
 
-    def read(self, row: dict[str, Any], default_source: str) -> rows.Problem:
+    def read(self, row: dict[str, Any], default_source: str) -> prompt_rows.Problem:
         problem = self.benchmark.read(row)
         question, answer = problem.question.strip(), problem.answer.strip()
         if not question or not answer:
@@ -97,7 +97,7 @@ class BenchmarkReader:
         columns = columns if self.keep_row else {}
         columns |= {key: value for key, value in graded.items() if value}
         text = columns_text(columns)
-        return rows.Problem(question, answer, default_source, text, problem.problem_type)
+        return prompt_rows.Problem(question, answer, default_source, text, problem.problem_type)
 
 
 def text(row: dict[str, Any], *fields: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import parse_json
+from semrl_jax.support.safe_files import parse_json
 
 MAX_LINE_BYTES = 16 * 2**20  # a file with longer lines is not a data set
 

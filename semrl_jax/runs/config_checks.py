@@ -12,6 +12,7 @@ import ml_collections
 
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.evaluation.entries import benchmark_entries
+from semrl_jax.metrics.measurements import MetricKey
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import (
     FINAL_LAYER,
@@ -21,7 +22,6 @@ from semrl_jax.metrics.names import (
     metric_name,
     window_sizes,
 )
-from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings.algorithms import add_users_options, importance_options
 from semrl_jax.settings.config import check_sections

@@ -17,7 +17,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.hosts import start_copies, to_host
 from semrl_jax.models.lora import Adapted, merged, stored
 from semrl_jax.models.policy import Params

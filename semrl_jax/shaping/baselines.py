@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.records import Metrics
+from semrl_jax.metrics.measurements import Metrics
 from semrl_jax.shaping.indicators import masked_mean, read_indicators
 from semrl_jax.shaping.options import (
     GUIDANCE,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax.data.files import RowError
+from semrl_jax.data.row_files import RowError
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import one_of
 

@@ -1,4 +1,4 @@
-"""A verifier in its own process: the pool runs `python -m semrl_jax.rewards.worker`.
+"""A verifier in its own process: the pool runs `python -m semrl_jax.rewards.verifier_worker`.
 
 Its arguments are the parent's process id and the cores to use, such as 0,1 ("" for any). It reads
 and writes one JSON object per line on its standard input and output. Every request has an `id` that

@@ -20,7 +20,7 @@ from semrl_jax.evaluation.results import (
 )
 from semrl_jax.evaluation.samples import Sample
 from semrl_jax.pages.html import content_policy, cut, data_element, filled, rounded, shortened
-from semrl_jax.support.files import replacing
+from semrl_jax.support.safe_files import replacing
 
 MAX_BYTES = 64 * 2**20  # of the page
 # Characters of a response and of a question. The first limit with which the page is small enough

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from semrl_jax.support.addresses import split_address
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import check_regular
+from semrl_jax.support.safe_files import check_regular
 
 FIELD = "rollout.addresses_file"
 MAX_BYTES = 1 << 20

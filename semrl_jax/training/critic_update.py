@@ -1,4 +1,4 @@
-"""The critic: values of a batch, and the loss of its update; rows as in `policy.py`."""
+"""The critic: values of a batch, and the loss of its update; rows as in `policy_update.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import Params, ValueModel, adapted, replicated
 from semrl_jax.training.micro_batches import over_micro_batches
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, to_batch
-from semrl_jax.training.policy import response_states, to_slots
+from semrl_jax.training.policy_update import response_states, to_slots
 from semrl_jax.training.trainee import Frozen, Inputs, MiniBatch
 from semrl_jax.types import RolloutBatch
 

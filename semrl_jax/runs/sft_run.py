@@ -36,7 +36,13 @@ from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training.fine_tuning import FineTuner, batch_order
 from semrl_jax.training.offload import check_offload
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.state import POLICY, DataPosition, TrainState, abstract_state, init_state
+from semrl_jax.training.train_state import (
+    POLICY,
+    DataPosition,
+    TrainState,
+    abstract_state,
+    init_state,
+)
 from semrl_jax.training.trainee import NonFiniteUpdates
 
 MAX_LINES = 100  # of steps, printed in equal distances

@@ -39,9 +39,9 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training import offload
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.packing import Layout, RowPlan, lay_out, row_plan
-from semrl_jax.training.plan import PASS, PassPlan
-from semrl_jax.training.policy import SlotValues, row_logprobs
-from semrl_jax.training.state import POLICY, abstract_copied, abstract_everywhere, laid_out
+from semrl_jax.training.passes import PASS, PassPlan
+from semrl_jax.training.policy_update import SlotValues, row_logprobs
+from semrl_jax.training.train_state import POLICY, abstract_copied, abstract_everywhere, laid_out
 from semrl_jax.training.trainee import update_rows
 from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
 

@@ -316,7 +316,7 @@ class _Worker:
 
     def __init__(self):
         self._process = subprocess.Popen(  # the guard; the worker is its child
-            worker_command("semrl_jax.rewards.worker"),
+            worker_command("semrl_jax.rewards.verifier_worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

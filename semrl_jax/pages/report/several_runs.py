@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from semrl_jax.pages.report.reading import RunLog
-from semrl_jax.pages.report.samples import recorded, spread
+from semrl_jax.pages.report.recorded_responses import recorded, spread
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.files import replacing
+from semrl_jax.support.safe_files import replacing
 
 MAX_STEPS = 20  # of the paired differences
 Z_95 = 1.96

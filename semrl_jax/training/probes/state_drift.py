@@ -11,7 +11,7 @@ from jaxtyping import Float
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.metrics import drift, linear_cka
 from semrl_jax.support.rounding import next_power_of_two
-from semrl_jax.training.plan import PassNeeds
+from semrl_jax.training.passes import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools, is_due
 
 NAMES = ("distance", "angle", "cka")
