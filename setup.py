@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["semrl_jax*", "configs*", "launch*"]),
     package_data={
-        "semrl_jax.evaluation": ["page.html"],
+        "semrl_jax.evaluation": ["problem_page.html"],
         "semrl_jax.jobs": ["view.html"],
         "semrl_jax.pages": ["kit.css", "kit.js"],
         "semrl_jax.pages.report": ["page.html", "page.js"],

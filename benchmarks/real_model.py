@@ -9,6 +9,7 @@ from semrl_jax import data, models
 from semrl_jax.data.templates import prompt_renderer
 
 FIELDS = ("question", "problem")  # of a row, the first one that it has
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
 
 def sums(count: int) -> list[str]:
@@ -19,12 +20,13 @@ def sums(count: int) -> list[str]:
 
 
 def questions(file: pathlib.Path, count: int) -> list[str]:
-    """The first problems of a JSONL file."""
+    """The first problems of a JSONL file, as a run would ask them."""
     found = []
     with file.open(encoding="utf-8") as lines:
         for _, line in zip(range(count), lines):
             row = json.loads(line)
-            found.append(next(row[field] for field in FIELDS if field in row))
+            question = next(row[field] for field in FIELDS if field in row)
+            found.append(f"{question}\n{INSTRUCTION}")
     if len(found) < count:
         raise SystemExit(f"{file} has {len(found)} problems; {count} are needed.")
     return found

@@ -50,7 +50,9 @@ def phrases():
 def test_every_entry_is_of_a_message():
     templates = messages()
     assert len(templates) > 300
-    text = "\n".join(templates.values()) + (ROOT / "semrl_jax" / "data" / "rows.py").read_text()
+    text = (
+        "\n".join(templates.values()) + (ROOT / "semrl_jax" / "data" / "prompt_rows.py").read_text()
+    )
     quoted = phrases()
     assert len(quoted) > 10
     stale = [phrase for phrase in quoted if phrase not in text]

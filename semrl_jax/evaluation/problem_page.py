@@ -162,7 +162,7 @@ def _data(
 
 
 def _row(sample: Sample, finishes: _Numbers, labels: Sequence[str]) -> list[Any]:
-    """The order of the constants NUMBER, CORRECT, ... in page.html."""
+    """The order of the constants NUMBER, CORRECT, ... in problem_page.html."""
     extracted = sample.extracted
     return [
         sample.sample_index,

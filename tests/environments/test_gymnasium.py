@@ -45,7 +45,7 @@ def test_an_episode_ends_when_it_is_terminated_or_truncated():
                 answers.append([episode.step(message).result(timeout=60) for message in messages])
     assert not any(answer.error for each in answers for answer in each)
     (down, back, up), (*_, last) = ([answer.turn for answer in each] for each in answers)
-    assert down == ([{"role": "user", "content": "at -1"}], 0.0, False)
+    assert down == Turn([{"role": "user", "content": "at -1"}], 0.0, False)
     assert (back.done, up) == (False, Turn((), 1.0, True)) and last == Turn((), 0.0, True)
 
 

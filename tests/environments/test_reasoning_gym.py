@@ -41,10 +41,10 @@ def test_one_answer_is_scored_by_the_data_set():
 
 def test_the_last_of_several_answers_counts():
     environment, answer, _ = begun(attempts=3)
-    assert environment.step(f"<answer>{answer} or so</answer>") == (RETRY, 0.0, False)
+    assert environment.step(f"<answer>{answer} or so</answer>") == Turn(RETRY, 0.0, False)
     assert environment.step(answer) == Turn((), 1.0, True)
     environment, answer, _ = begun(attempts=2)
-    assert environment.step("no") == (RETRY, 0.0, False)
+    assert environment.step("no") == Turn(RETRY, 0.0, False)
     assert environment.step("no") == Turn((), 0.0, True)
 
 

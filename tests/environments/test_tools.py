@@ -79,7 +79,7 @@ def test_what_a_tool_does_is_an_answer(tooled, what, answer, capfd):
     before = tooled.counters
     *found, last = play(tooled, call(what), call("say next"), "a", "end")
     assert [text(each) for each in found[:2]] == [answer, "next"]
-    assert found[2].turn == ([{"role": "user", "content": "no call: a"}], 1.0, False)
+    assert found[2].turn == Turn([{"role": "user", "content": "no call: a"}], 1.0, False)
     assert last.turn == Turn((), 1.0, True)
     changed = {name: count - before[name] for name, count in tooled.counters.items()}
     failed = answer.startswith("error: ")

@@ -112,6 +112,6 @@ def test_examples_of_the_page(tmp_path, monkeypatch):
             (opening,) = environments.openings(seed=1, count=1)
             assert opening.messages[-1]["content"] == prompt
             episode = environments.open(opening)
-            turn, error, _ = episode.step("2").result(timeout=60)
+            turn, error, *_ = episode.step("2").result(timeout=60)
             episode.end()
             assert (turn.reward, turn.done, error) == (float("1 + 1" in prompt), True, "")

@@ -262,7 +262,8 @@ def test_the_end_may_reward_earlier_turns(obey, examples, tokenizer):
 
 def test_an_opponents_messages_are_context(obey, examples, tokenizer):
     policy = Policy(tokenizer, ended("opponent", "theirs", "end"), ["opponent<|im_end|>", "cut"])
-    first, truncated = play(obey, examples, tokenizer, policy).values()
+    found = play(obey, examples, tokenizer, policy)
+    first, truncated = found["0"], found["1"]
     own = tokenizer.decode(first.response_ids[first.response_mask])
     assert own == "opponent<|im_end|>end<|im_end|>"
     assert "theirs<|im_end|>" in tokenizer.decode(first.response_ids[~first.response_mask])
@@ -275,7 +276,8 @@ def test_an_opponents_messages_are_context(obey, examples, tokenizer):
 
 def test_verdicts_are_summed_over_the_turns(obey, examples, tokenizer):
     policy = Policy(tokenizer, ended("verdicts", "verdicts", "end"), ended("verdicts", "raise"))
-    first, failed = play(obey, examples, tokenizer, policy).values()
+    found = play(obey, examples, tokenizer, policy)
+    first, failed = found["0"], found["1"]
     assert first.turn_rewards.tolist() == [2.25, 2.25, 1.0]
     assert first.verdicts == {"right": 2.0, "short": 1.0}
     assert failed.verdicts == {"right": 1.0, "short": 0.5}

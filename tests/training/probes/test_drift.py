@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.training.probes.state_drift import reference_drift
+from semrl_jax.training.probes.drift import reference_drift
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from semrl_jax.metrics.names import GROUP_METRICS
 from semrl_jax.runs import validate
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.probes.group_states import group_indicators
+from semrl_jax.training.probes.groups import group_indicators
 from tests.fixtures import make_scored
 from tests.tiny import tiny_config
 
