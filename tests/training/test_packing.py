@@ -118,6 +118,18 @@ def test_shared_prompts_by_hand():
     assert lay_out(batch, plan).num_micro == 2  # 4 + 5 + 3 tokens
 
 
+def test_a_prompt_is_in_each_row_that_has_responses_to_it():
+    """Rows of 8 columns: a prompt and three responses; the prompt again, the fourth, and others."""
+    batch = with_equal_prompts(batch_of([(2, 2)] * 4 + [(2, 1)]), slice(0, 4))
+    plan = RowPlan(mesh_of(1), micro_batch_tokens=8, balance_lengths=False)
+    rows = jax.tree.map(lambda leaf: leaf[:, 0], lay_out(batch, plan, 1e9).rows)
+    assert_equal(rows.token_ids, [[1, 2, 3, 4, 7, 8, 11, 12], [1, 2, 15, 16, 17, 18, 19, 0]])
+    assert_equal(rows.positions, [[0, 1, 2, 3, 2, 3, 2, 3], [0, 1, 2, 3, 0, 1, 2, 0]])
+    first = BRANCHES + np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    assert_equal(rows.segment_ids, [first, [1, 1, 1, 1, 2, 2, 2, 0]])
+    assert_equal(rows.sources[:, :6], [[1, 2, 1, 4, 1, 6], [1, 2, 5, 0, 0, 0]])
+
+
 @pytest.mark.parametrize(
     ("attention_columns", "size", "columns"), [(1e9, 4, 80), (50.0, 2, 48), (10.0, 1, 32)]
 )
