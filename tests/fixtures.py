@@ -116,8 +116,9 @@ def save_chat_model(directory, text, vocab_size, head_dim=16):
     """Writes a random Qwen2, and a tokenizer with a chat template that is trained on the text."""
     tokenizer = data.train_tokenizer([text], vocab_size)
     config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=head_dim, max_position_embeddings=256, tie_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=2 * head_dim, intermediate_size=32, num_layers=1,
+        num_heads=2, num_kv_heads=1, head_dim=head_dim, max_position_embeddings=256,
+        tie_embeddings=True,
     )  # fmt: skip
     params = models.Policy(config).init(jax.random.key(0))
     models.save_directory(directory, params, config, tokenizer)
