@@ -1,9 +1,10 @@
-"""A tiny policy learns to win at Tic-Tac-Toe against random moves.
+"""A tiny policy plays Tic-Tac-Toe against random moves.
 
     python -m benchmarks.environment_learning tictactoe --seeds=0
 
 The benchmark writes plays of random legal moves, fine-tunes a random model of 0.5 M parameters on
-them, and trains with this config. An episode is a game; it is correct if the policy wins.
+them, and trains with this config. An episode is a game; it is correct if the policy wins. No run
+has shown yet that it learns.
 """
 
 from configs import default

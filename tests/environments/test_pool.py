@@ -76,6 +76,7 @@ def wait_until(condition, limit_s=20.0):
         ("kill parent group", "crash: ", "num_crashes"),
         ("infinite", "invalid: reward must be a number from -1e+09", "num_invalid"),
         ("nan", "invalid: reward must be a number from -1e+09", "num_invalid"),
+        ("odd owner", "invalid: is_own must be a bool, not 'yes'", "num_invalid"),
         ("no number", "invalid: reward must be a number from -1e+09", "num_invalid"),
         ("odd verdict", "invalid: reward has ['odd'], which are not in the", "num_invalid"),
         ("large verdict", "invalid: the weighted sum 2e+09 of the reward is", "num_invalid"),

@@ -119,6 +119,8 @@ class Hostile:
                 return Turn(reward=[-2.0, 1.0], done=True)
             case "opponent":
                 return Turn("the other side", 1.0, is_own=False)
+            case "odd owner":
+                return Turn("graded", is_own="yes")
             case "verdicts":
                 return Turn("graded", {"right": 1.0, "short": 0.5})
             case "odd verdict":
