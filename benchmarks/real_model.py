@@ -20,13 +20,12 @@ def sums(count: int) -> list[str]:
 
 
 def questions(file: pathlib.Path, count: int) -> list[str]:
-    """The first problems of a JSONL file, as a run would ask them."""
+    """The first problems of a JSONL file."""
     found = []
     with file.open(encoding="utf-8") as lines:
         for _, line in zip(range(count), lines):
             row = json.loads(line)
-            question = next(row[field] for field in FIELDS if field in row)
-            found.append(f"{question}\n{INSTRUCTION}")
+            found.append(next(row[field] for field in FIELDS if field in row))
     if len(found) < count:
         raise SystemExit(f"{file} has {len(found)} problems; {count} are needed.")
     return found
@@ -41,7 +40,9 @@ def work(directory: pathlib.Path, file: pathlib.Path | None, count: int) -> dict
       count: problems of a step.
     """
     tokenizer = data.load_tokenizer(directory)
-    texts = questions(file, count) if file else sums(count)
+    texts = sums(count)
+    if file:  # as a run would ask them
+        texts = [f"{question}\n{INSTRUCTION}" for question in questions(file, count)]
     prompts = prompt_renderer("chat", tokenizer)(texts)
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
     return {
