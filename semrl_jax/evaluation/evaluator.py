@@ -202,7 +202,8 @@ class Evaluator:
         indices = {place: benchmark.problems[place] for place in places}
         problems = {index: (place, self.problems[index]) for place, index in indices.items()}
         found: dict[int, list[Sample]] = {}
-        for sample in sampled(items, problems, benchmark.first_sample(plan)):
+        text = functools.partial(data.full_text, self.sampler.tokenizer)
+        for sample in sampled(items, problems, benchmark.first_sample(plan), text):
             found.setdefault(sample.group_id, []).append(sample)
         return [
             found.get(place) or not_sampled(self.problems[index], place, plan.num_samples)

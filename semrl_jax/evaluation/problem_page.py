@@ -19,7 +19,15 @@ from semrl_jax.evaluation.results import (
     sizes_text,
 )
 from semrl_jax.evaluation.samples import Sample
-from semrl_jax.pages.html import content_policy, cut, data_element, filled, rounded, shortened
+from semrl_jax.pages.html import (
+    content_policy,
+    cut,
+    cut_turns,
+    data_element,
+    filled,
+    rounded,
+    shortened,
+)
 from semrl_jax.support.safe_files import replacing
 
 MAX_BYTES = 64 * 2**20  # of the page
@@ -138,7 +146,7 @@ def _data(
                 [[_row(sample, finishes, labels) for sample in samples] for samples in kept],
             ]
         )
-        responses = [[cut(sample.response, limit) for sample in samples] for samples in kept]
+        responses = [[_text(sample, limit) for sample in samples] for samples in kept]
         texts.append(_element(f"p{at}", [cut(first.question, limit), responses]))
     index = {
         "policies": list(policies),
@@ -159,6 +167,15 @@ def _data(
     if num_cut or num_left_out:
         note += " samples.parquet has all of them."
     return note, [_element("index", index), *texts]
+
+
+def _text(sample: Sample, limit: int) -> str | list[Any]:
+    """The response; of an episode, with the characters of its parts and the rewards."""
+    turns = cut_turns(sample.response, sample.turn_characters, limit)
+    if not sample.turn_rewards:
+        return turns[0]
+    rewards = [rounded(reward) for reward in sample.turn_rewards]
+    return ["".join(turns), [len(turn) for turn in turns], rewards]
 
 
 def _row(sample: Sample, finishes: _Numbers, labels: Sequence[str]) -> list[Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from semrl_jax import data
@@ -25,6 +26,7 @@ class Sample(NamedTuple):
       group_id: place of the problem in the benchmark, from 0.
       finish_reason: of the rollout; or NOT_SAMPLED. Such a sample is wrong and has no tokens.
       metrics: value by label, such as "effective_rank_velocity"; NaN where not valid.
+      turn_characters, turn_rewards: of an episode.
     """
 
     benchmark: str
@@ -44,9 +46,12 @@ class Sample(NamedTuple):
     num_tokens: int
     mean_logprob: float
     metrics: Mapping[str, float]
+    turn_characters: Sequence[int] = ()
+    turn_rewards: Sequence[float] = ()
 
 
-COLUMNS = Sample._fields[:-1]
+COLUMNS = Sample._fields[: Sample._fields.index("metrics")]
+OF_EPISODES = ("turn_characters", "turn_rewards")
 
 
 def of_row(row: Mapping[str, Any]) -> Sample:
@@ -56,19 +61,24 @@ def of_row(row: Mapping[str, Any]) -> Sample:
         for name, value in row.items()
         if name.startswith(METRICS) and value is not None
     }
-    return Sample(*(row[name] for name in COLUMNS), metrics)
+    turns = {name: row.get(name) or () for name in OF_EPISODES}
+    return Sample(*(row[name] for name in COLUMNS), metrics, **turns)
 
 
 def sampled(
-    items: Scored, problems: Mapping[int, tuple[int, data.PromptExample]], first_sample: int
+    items: Scored,
+    problems: Mapping[int, tuple[int, data.PromptExample]],
+    first_sample: int,
+    text: Callable[[np.ndarray], str],
 ) -> list[Sample]:
     """The samples of scored responses.
 
     Args:
       problems: place in its benchmark and problem of each group.
       first_sample: the smallest sample index of the rollouts.
+      text: of token ids, with special tokens.
     """
-    columns = items.columns()
+    columns = items.columns(["turn_rewards"], text)
     samples = []
     for values in zip(*columns.values()):
         row = dict(zip(columns, values))
@@ -108,6 +118,8 @@ def _of_problem(problem: data.PromptExample, place: int) -> dict[str, Any]:
 def table_of(samples: Sequence[Sample]) -> pa.Table:
     """The samples as a table of responses."""
     columns = {name: [getattr(sample, name) for sample in samples] for name in COLUMNS}
+    if any(sample.turn_rewards for sample in samples):
+        columns |= {name: [getattr(sample, name) for sample in samples] for name in OF_EPISODES}
     for label in sorted({label for sample in samples for label in sample.metrics}):
         columns[METRICS + label] = [sample.metrics.get(label) for sample in samples]
     return response_files.table_of(columns)
@@ -126,7 +138,7 @@ def read_samples(file: pathlib.Path) -> list[Sample]:
     """
     if not file.is_file():
         raise UserError(f"{file} is not a file; name a samples.parquet of an evaluation.")
-    tables = response_files.batches(file, COLUMNS, (METRICS,))
+    tables = response_files.batches(file, COLUMNS, (METRICS, *OF_EPISODES))
     return [of_row(row) for table in tables for row in table.to_pylist()]
 
 

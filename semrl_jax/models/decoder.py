@@ -33,9 +33,11 @@ from semrl_jax.models.sharding import (
     gather_over_fsdp,
     kernel_gradient,
     partition_spec,
+    platform_of,
     splits_rows,
 )
 
+FEW_ROWS = 64  # of a product, up to which a copy of its kernel costs more than it
 NO_WINDOW = jnp.iinfo(jnp.int32).max  # in the place of a window
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -168,6 +170,17 @@ _product.defvjp(
 def _dot_general(layout, x, kernel, *_, **__):
     """What nnx.Linear calls, for the only case that a layer has."""
     return _product(x, kernel, layout)
+
+
+def _product_of_few(x: Float[Array, "B T I"], kernel: Float[Array, "I O"], *_, **__):
+    """x @ kernel for few rows on a CPU, with a kernel that lies in memory as [O, I].
+
+    XLA's product copies its right factor into blocks. If that is the kernel, the copy takes longer
+    than the product. The barriers keep the compiler from exchanging the factors.
+    """
+    rows = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
+    product = jax.lax.optimization_barrier(kernel.T @ rows).T
+    return product.reshape(*x.shape[:-1], -1)
 
 
 class ExpertKernels(nnx.Module):
@@ -425,7 +438,11 @@ class Decoder(nnx.Module):
 
         x = self._embedded(token_ids)
         inputs, keys, values = [], [], []
+        is_one_cpu = self.mesh is None or self.mesh.size == 1
+        is_one_cpu &= (self.platform or platform_of(self.mesh)) == "cpu"
         for index, (layer, window) in enumerate(self._unrolled()):
+            if is_one_cpu and token_ids.size <= FEW_ROWS:
+                layer.set_attributes(dot_general=_product_of_few)
             inputs.append(x[:, -1])
             query, key, value = layer.heads(x, positions, window)
             keys.append(cached(cache.keys[index], key.transpose(0, 2, 3, 1), 3))

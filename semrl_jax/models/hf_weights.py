@@ -361,9 +361,11 @@ class UnstackedParams:
             if tensor.expert is not None:
                 sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
             dtype = "float32" if tensor.path[-1] == "scale" else self._dtype
-            targets.append(_Target(tensor.is_kernel, dtype, sharding))
+            # A kernel of a layer is kept as it comes.
+            changes = tensor.is_kernel and (tensor.layer is None or tensor.expert is not None)
+            targets.append(_Target(changes, dtype, sharding))
             # Each device receives its own part of the tensor as it was sent.
-            shardings.append(_transposed(sharding) if tensor.is_kernel else sharding)
+            shardings.append(_transposed(sharding) if changes else sharding)
         placed = jax.device_put(list(arrays.values()), shardings)
         self._leaves |= zip(arrays, _engine_layout(placed, targets=tuple(targets)))
         return placed

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
@@ -253,6 +253,7 @@ def unstacked(params: Params, config: DecoderConfig) -> Params:
     """Parameters with a tuple of layers, for `Policy.prefill`, `decode` and `logits`.
 
     These programs run each layer on its own. Without stacks they need not copy it out of them.
+    Kernels are transposed to [out, in], as Hugging Face has them: see `decoder._product_of_few`.
     """
     places = (
         {name: config.place(name, layer) for name in params["layers"]}
@@ -260,7 +261,7 @@ def unstacked(params: Params, config: DecoderConfig) -> Params:
     )
     layers = (
         {
-            name: jax.tree.map(operator.itemgetter(place), params["layers"][name])
+            name: jax.tree.map(lambda leaf, i=place: _transposed(leaf[i]), params["layers"][name])
             for name, place in of_layer.items()
             if place is not None
         }
@@ -269,12 +270,18 @@ def unstacked(params: Params, config: DecoderConfig) -> Params:
     return params | {"layers": tuple(layers)}
 
 
+def _transposed(leaf: Array | np.ndarray) -> Array | np.ndarray:
+    """A kernel of one layer with its axes exchanged; other parameters as they are."""
+    return leaf.T if leaf.ndim == 2 else leaf
+
+
 def _stacked(layers: Sequence[Params]) -> Params:
     """The inverse of `unstacked`: each module of those layers that have it."""
     names = dict.fromkeys(name for layer in layers for name in layer)
     return {
         name: jax.tree.map(
-            lambda *leaves: jnp.stack(leaves), *(layer[name] for layer in layers if name in layer)
+            lambda *leaves: jnp.stack(list(map(_transposed, leaves))),
+            *(layer[name] for layer in layers if name in layer),
         )
         for name in names
     }

@@ -108,8 +108,10 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     def of(path, leaf):
         name = "/".join(str(key.key) for key in path if hasattr(key, "key"))
         spec = partition_spec(name)
-        if len(spec) > leaf.ndim:  # of one layer, not of their stack
+        if len(spec) > leaf.ndim:  # of one layer of an engine, see `policy.unstacked`
             spec = PartitionSpec(*spec[1:])
+            if leaf.ndim == 2:
+                spec = PartitionSpec(*reversed(spec))
         for size, axes in zip(leaf.shape, spec, strict=True):
             if size % math.prod(mesh.shape[axis] for axis in axis_names(axes)):
                 sizes = " * ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axis_names(axes))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+MIN_CHARACTERS = 100  # of a turn of an episode
 
 _HERE = pathlib.Path(__file__).parent
 STYLE, KIT = ((_HERE / f"kit.{kind}").read_text() for kind in ("css", "js"))
@@ -61,3 +64,12 @@ def cut(text: str, limit: int) -> str:
     return (
         f"{text[: limit - tail]}\n[... {len(text) - limit} characters left out ...]\n{text[-tail:]}"
     )
+
+
+def cut_turns(response: str, lengths: Sequence[int], limit: int) -> list[str]:
+    """A response in parts of these lengths, or as one; a longer one is cut in each part."""
+    ends = list(itertools.accumulate(lengths))
+    turns = [response[end - length : end] for end, length in zip(ends, lengths)] or [response]
+    if len(response) <= limit:
+        return turns
+    return [cut(turn, max(limit // len(turns), MIN_CHARACTERS)) for turn in turns]

@@ -10,6 +10,12 @@ function make(tag, name, ...children) {
   return node;
 }
 
+// Tokens of a template, such as <|im_start|> and <eos>.
+function withTemplate(text) {
+  const parts = text.split(/(<[|｜][^<>]{1,40}[|｜]>|<\/?[A-Za-z_]{1,24}>|\[\/?[A-Z_]{3,12}\])/);
+  return make("pre", "", ...parts.map((part, i) => (i % 2 ? make("span", "template", part) : part)));
+}
+
 // Calls of tools in a message of the policy, in the forms of environments/tools/formats.py.
 const CALLS = new RegExp([/<tool_call>[^]*?(?:<\/tool_call>|$)/, /<\|python_tag\|>[^]*/,
   /```(?:json|tool_call)\s[^]*?(?:```|$)/, /^\s*\{[^]*"name"[^]*/].map((one) => one.source).join("|"), "g");

@@ -15,7 +15,7 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
 from semrl_jax.support.rows import read_log, read_rows
 from semrl_jax.support.safe_files import remove, replacing, through_no_link
-from semrl_jax.types import TOKEN_ARRAYS, Rollout
+from semrl_jax.types import TOKEN_ARRAYS
 
 # Rows whose last values are the final figures of a run.
 FINAL = ("eval/", "reward/correct", "reward/mean", "sft/loss")
@@ -119,23 +119,11 @@ def write_rollouts(
       benchmarks: benchmark of each response of an evaluation; None: training responses.
     """
     directory.mkdir(exist_ok=True)
-    columns = scored.columns([array.name for array in TOKEN_ARRAYS if array.is_recorded])
+    columns = scored.columns([array.name for array in TOKEN_ARRAYS if array.is_recorded], text)
     columns["step"] = [step] * len(scored)
     if benchmarks is not None:
         columns["benchmark"] = benchmarks
     for name in ("prompt", "response"):
         columns[name] = [text(getattr(item.rollout, f"{name}_ids")) for item in scored]
-    if any(item.rollout.turn_rewards is not None for item in scored):
-        columns["turn_characters"] = [
-            _turn_characters(item.rollout, whole, text)
-            for item, whole in zip(scored, columns["response"])
-        ]
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     response_files.write(file, response_files.table_of(columns))
-
-
-def _turn_characters(rollout: Rollout, whole: str, text: Callable[[np.ndarray], str]) -> list[int]:
-    """Characters of each run of the response mask; [] if the parts do not make the whole text."""
-    ends = np.cumsum(response_files.lengths_of_runs(rollout.response_mask))
-    parts = [text(part) for part in np.split(rollout.response_ids, ends[:-1])]
-    return [len(part) for part in parts] if "".join(parts) == whole else []

@@ -16,7 +16,7 @@ from semrl_jax.metrics.measurer import Measured, Measurer, join_layers
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards.verdict import episode_verdict
-from semrl_jax.support.response_files import METRICS, SCORES
+from semrl_jax.support.response_files import METRICS, SCORES, lengths_of_runs
 from semrl_jax.types import TOKEN_ARRAYS, TURN_METRICS, Rollout
 
 UNGRADED = Verdict(0.0, correct=False, boxed=False, extracted=None)
@@ -117,11 +117,14 @@ class Scored(Sequence[ScoredRollout]):
         metrics = {**self.metrics, **joined([(1, found.metrics) for found in measured])}
         return Scored(items, metrics, _stacked([found.mean_states for found in measured]))
 
-    def columns(self, arrays: Sequence[str] = ()) -> dict[str, list[Any]]:
+    def columns(
+        self, arrays: Sequence[str] = (), text: Callable[[np.ndarray], str] = lambda ids: ""
+    ) -> dict[str, list[Any]]:
         """The columns of `support.response_files` that describe responses, not their prompts.
 
         Args:
           arrays: names of TOKEN_ARRAYS that have a column; an optional one only if it is needed.
+          text: of token ids, with special tokens; divides the text of an episode into turns.
         """
         rollouts = [item.rollout for item in self]
         logprobs = [rollout.rollout_logprobs[rollout.response_mask] for rollout in rollouts]
@@ -140,9 +143,18 @@ class Scored(Sequence[ScoredRollout]):
             is_left_out = array.is_optional and all(map(array.is_left_out, values))
             if array.name in arrays and not is_left_out:
                 found[array.name] = values
+        if "turn_rewards" in found:
+            found["turn_characters"] = [_turn_characters(rollout, text) for rollout in rollouts]
         for key, (values, valid) in self.metrics.items():
             found[METRICS + key.label] = np.where(valid, values.astype(float), np.nan).tolist()
         return found
+
+
+def _turn_characters(rollout: Rollout, text: Callable[[np.ndarray], str]) -> list[int]:
+    """Characters of each run of the response mask; [] if the parts do not make the whole text."""
+    ends = np.cumsum(lengths_of_runs(rollout.response_mask))
+    parts = [text(part) for part in np.split(rollout.response_ids, ends[:-1])]
+    return [len(part) for part in parts] if "".join(parts) == text(rollout.response_ids) else []
 
 
 def verdict_columns(verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:

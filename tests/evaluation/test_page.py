@@ -53,6 +53,19 @@ def test_long_responses_are_cut_in_the_middle(tmp_path):
     assert "1 responses have more than 16000 characters and are cut in the middle" in text
 
 
+def test_an_episode_has_its_parts_and_rewards_each_part_cut_by_itself(tmp_path):
+    response = "a" * 9_000 + "b" * 9_000 + "c"
+    episode = make_sample(
+        0, 0, response=response, turn_characters=[9_000, 9_000, 1], turn_rewards=[0.0, 1.0]
+    )
+    whole, lengths, rewards = scripts(write(tmp_path / "page.html", [episode]))["p0"][1][0][0]
+    assert sum(lengths) == len(whole) and rewards == [0.0, 1.0]
+    first, second = whole[: lengths[0]], whole[lengths[0] : -1]
+    for part, letter in ((first, "aa"), (second, "bb")):
+        assert part.startswith(letter) and "left out" in part and part.endswith(letter)
+    assert len(whole) < 16_000 and whole[-1] == "c"
+
+
 @pytest.mark.parametrize(
     ("max_bytes", "longest", "num_samples"), [(10**6, 3000, 8), (40_000, 1000, 8), (8_000, 250, 4)]
 )

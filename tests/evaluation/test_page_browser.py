@@ -51,7 +51,7 @@ def samples_of(better):
     ]  # fmt: skip
 
 
-def write(file, num_policies=1):
+def write(file, num_policies=1, samples_of=samples_of):
     policies = {f"policy {i}": samples_of(i) for i in range(num_policies)}
     options = ml_collections.ConfigDict({"k": (1,)})
     found = {name: results.results(s, [mean_at_n], options) for name, s in policies.items()}
@@ -124,6 +124,24 @@ def test_page_of_one_policy(tmp_path):
         run("new Promise((resolve) => setTimeout(resolve, 100))")
         assert run("all('tr.detail')[0].innerText").count(HOSTILE) >= 4
         assert run("document.title") == "Evaluation" and run("all('img').length") == 0
+
+
+def test_an_episode_is_shown_in_turns(tmp_path):
+    episode = make_sample(
+        response="<|im_start|>guess: 3<|im_end|>higher4", turn_characters=[30, 6, 1],
+        turn_rewards=[0.0, 1.0],
+    )  # fmt: skip
+    write(tmp_path / "page.html", samples_of=lambda _: [episode])
+    with open_page(tmp_path / "page.html", tmp_path / "profile") as browser:
+        run = browser.run
+        run(HELPERS)
+        run("all('#problems tr.problem')[0].click()")
+        run("all('tr.detail summary')[0].click()")
+        run("new Promise((resolve) => setTimeout(resolve, 100))")
+        shown = run("all('tr.detail')[0].innerText")
+        for text in ("turn 1, reward 0", "guess: 3", "answer: higher", "turn 2, reward 1"):
+            assert text in shown, text
+        assert run("all('tr.detail .template').length") == 2
 
 
 def test_page_of_two_policies(tmp_path):

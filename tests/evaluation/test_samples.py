@@ -31,6 +31,15 @@ def test_samples_survive_a_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["samples.parquet"]
 
 
+def test_turns_of_an_episode_survive_a_file(tmp_path):
+    file = tmp_path / "samples.parquet"
+    samples = [make_sample(turn_characters=[2, 1, 1], turn_rewards=[0.0, 0.5]), make_sample(1)]
+    write_samples(file, samples)
+    read = read_samples(file)
+    assert [list(sample.turn_characters) for sample in read] == [[2, 1, 1], []]
+    assert [list(sample.turn_rewards) for sample in read] == [[0.0, 0.5], []]
+
+
 def test_columns_are_the_fields_of_a_sample_and_typed_also_without_values(tmp_path):
     file = tmp_path / "samples.parquet"
     types = {name: kind_of(name) for name in COLUMNS}

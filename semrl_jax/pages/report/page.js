@@ -548,12 +548,6 @@ function row(sample) {
   return tr;
 }
 
-// Tokens of a template, such as <|im_start|> and <eos>.
-function withTemplate(text) {
-  const parts = text.split(/(<[|｜][^<>]{1,40}[|｜]>|<\/?[A-Za-z_]{1,24}>|\[\/?[A-Z_]{3,12}\])/);
-  return make("pre", "", ...parts.map((part, i) => (i % 2 ? make("span", "template", part) : part)));
-}
-
 // The whole group; with several runs, also the groups of the same problem and step.
 function detail(sample) {
   const group = rows.filter((s) => s.source === sample.source && s.step === sample.step &&

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from semrl_jax.pages.html import cut, rounded, shortened
+from semrl_jax.pages.html import cut, cut_turns, rounded, shortened
 from semrl_jax.pages.report.reading import RunLog
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
@@ -24,7 +24,6 @@ MAX_BYTES = 6 * 2**20  # of the texts of all responses
 MAX_FILES = 5  # of a run, of training and of evaluations each
 MAX_RESPONSES = 256  # of a file
 MAX_CHARACTERS = 4000  # of a response or a prompt
-MIN_CHARACTERS = 100  # of a turn of an episode
 MAX_ANSWER = 300  # characters of an answer or an error
 NUM_POINTS = 60  # of a line of values along a response
 TRAINING = "training"
@@ -158,7 +157,7 @@ class _Found:
     def _row(self, run: int, source: str, group: int, row: dict[str, Any]) -> list[Any]:
         self._num_cut += max(len(row["response"]), len(row["prompt"])) > MAX_CHARACTERS
         prompt = cut(row["prompt"], MAX_CHARACTERS)
-        turns = _turns(row["response"], row.get("turn_characters") or ())
+        turns = cut_turns(row["response"], row.get("turn_characters") or (), MAX_CHARACTERS)
         logprobs = row.get("rollout_logprobs") or []
         if mask := row.get("response_mask"):
             logprobs = list(itertools.compress(logprobs, mask))
@@ -201,15 +200,6 @@ class _Found:
         if self.unreadable:
             note += f" Unreadable: {', '.join(self.unreadable)}."
         return note + " rollouts/ has all of them."
-
-
-def _turns(response: str, lengths: Sequence[int]) -> list[str]:
-    """The response in parts of these lengths, or as one; a longer one is cut in each part."""
-    ends = list(itertools.accumulate(lengths))
-    turns = [response[end - length : end] for end, length in zip(ends, lengths)] or [response]
-    if len(response) <= MAX_CHARACTERS:
-        return turns
-    return [cut(turn, max(MAX_CHARACTERS // len(turns), MIN_CHARACTERS)) for turn in turns]
 
 
 def _short(text: str | None) -> str | None:

@@ -61,8 +61,7 @@ SHORT_PROMPT = 32  # columns, up to which their number is a power of two
 MAX_PROMPT_STATE_BYTES = 2**30  # of prompt states on the device, per prefill
 FIRST_RESPONSE_COLUMNS = 128  # of the cache; more when the responses need them
 MIN_END_TOKENS = 8  # smallest padded number of end tokens
-MAX_EXTENSION = 16  # tokens that a program adds to each slot; long ones are added in parts
-MIN_EXTENSION = 4  # their number is a multiple
+EXTENSION = 16  # tokens that a program adds to each slot; more are added in parts
 SHRINK = 0.6  # of the time of a step, at most, where the slots are arranged anew
 MAX_PROGRAMS = 512  # compiled programs that this process keeps; some MB each
 
@@ -538,7 +537,7 @@ class DecodingCall:
         # Columns before the first token: those of earlier turns, and of what follows them.
         self._num_kept = max((each.num_kept for each in self._continued), default=0)
         num_added = max((len(each.added) for each in self._continued), default=0)
-        self._num_added = -(-num_added // MIN_EXTENSION) * MIN_EXTENSION
+        self._num_added = -(-num_added // EXTENSION) * EXTENSION
         self._first_column = self._num_kept + self._num_added
         self._next_column = self._first_column  # of the ring of response columns
         self._response_columns = self._columns_for(self._first_column + chunk)
@@ -652,13 +651,13 @@ class DecodingCall:
                 for name, vector in vectors.items()
             },
         )
-        for end in range(self._num_added, 0, -MAX_EXTENSION)[::-1]:
-            start = max(end - MAX_EXTENSION, 0)
+        for start in range(0, self._num_added, EXTENSION):
+            end = start + EXTENSION
             self._slots = extend_slots(
                 self._params,
                 self._slots,
                 token_ids[:, start:end],
-                np.clip(counts - (self._num_added - end), 0, end - start),
+                np.clip(counts - (self._num_added - end), 0, EXTENSION),
                 np.int32(self._num_kept + start),
                 policy=self._policy,
             )
@@ -794,19 +793,20 @@ class DecodingCall:
         return found
 
     def _cheapest(self, responses: Sequence[Sequence[int]], group: int) -> _Arrangement:
-        """The arrangement that costs least: rows of `group` slots, or of a half, a quarter, ...
+        """The arrangement that costs least: rows of `group` slots, of a shard's part, or of one.
+
+        Other parts would be cheaper at times, but each arrangement compiles for seconds.
 
         `responses` has the running responses to each prompt, by data shard; or in one list, whose
         rows are divided among the shards.
         """
         found = []
-        while group:
-            needed = max(sum(-(-count // group) for count in shard) for shard in responses)
+        for size in dict.fromkeys((group, max(group // self._num_shards, 1), 1)):
+            needed = max(sum(-(-count // size) for count in shard) for shard in responses)
             needed = -(-needed * len(responses) // self._num_shards)
-            smallest = max(MIN_BATCH // (self._num_shards * group), 1)
+            smallest = max(MIN_BATCH // (self._num_shards * size), 1)
             rows = next_size(needed, smallest)
-            found.append(_Arrangement(self._num_shards * rows, group))
-            group //= 2
+            found.append(_Arrangement(self._num_shards * rows, size))
         return min(found, key=self._cost)
 
     def _cost(self, arrangement: _Arrangement) -> float:
@@ -857,13 +857,15 @@ class DecodingCall:
             return
         group = self._arrangement.group
         row_of = {row: i for i, row in enumerate({slot // group: None for slot, _ in ended})}
-        rows = np.full(next_size(len(row_of), 1), self._arrangement.rows, np.int32)
+        # Powers of two: each size compiles, here and where a later call begins with it.
+        rows = np.full(next_power_of_two(len(row_of)), self._arrangement.rows, np.int32)
         rows[: len(row_of)] = list(row_of)
-        slots = np.full(next_size(len(ended), MIN_BATCH), self._arrangement.batch, np.int32)
+        num_slots = max(next_power_of_two(len(ended)), MIN_BATCH)
+        slots = np.full(num_slots, self._arrangement.batch, np.int32)
         starts, ends = np.zeros((2, len(slots)), np.int32)
         for i, (slot, response) in enumerate(ended):
             slots[i], starts[i], ends[i] = slot, response.num_shared, len(response.token_ids)
-        longest = next_size(int((ends - starts).max()), FIRST_RESPONSE_COLUMNS)
+        longest = max(next_power_of_two(int((ends - starts).max())), FIRST_RESPONSE_COLUMNS)
         piece = keep(
             self._slots.prompts,
             self._slots.cache,
