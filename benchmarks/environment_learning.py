@@ -3,7 +3,7 @@
     python -m benchmarks.environment_learning calculator --model=runs/models/smollm2 --seeds 0 1 2
     python -m benchmarks.environment_learning tictactoe --seeds 0 1 2
 
-Demonstrations are written first: of the calculator, episodes that answer at once, and a quarter
+Demonstrations are written first: of the calculator, episodes that answer at once, and a tenth
 that call it and repeat its result; of the game, plays of random legal moves on both sides.
 SmolLM2-135M, or a random model of 0.5 M parameters, is fine-tuned on them and trained from there
 with configs/SUBJECT.py: with each seed, and with shuffled rewards as a control. Prints the share of
@@ -30,7 +30,7 @@ from semrl_jax.environments.pool import EnvironmentPool, Opening
 from semrl_jax.runs.records import read_rows
 
 DEMONSTRATIONS_SEED = 10**6  # no seed of a run
-CALL_FRACTION = 0.25
+CALL_FRACTION = 0.1
 SIZES = (
     "--vocab_size=512", "--hidden_size=128", "--intermediate_size=256", "--num_layers=3",
     "--num_heads=4", "--num_kv_heads=2",
@@ -38,7 +38,7 @@ SIZES = (
 
 
 def call_and_repeat(opening: Opening, messages: list[Message], draw: random.Random) -> str:
-    """Calls the calculator in a quarter of the episodes; then, or at once, gives the answer."""
+    """Calls the calculator in a tenth of the episodes; then, or at once, gives the answer."""
     if len(messages) > len(opening.messages) or draw.random() > CALL_FRACTION:
         return opening.task["answer"]
     arguments = {"expression": opening.task["expression"]}
@@ -68,7 +68,7 @@ class Subject(NamedTuple):
 
 SUBJECTS = {
     "calculator": Subject(
-        calculator.get_config(), call_and_repeat, 64,
+        calculator.get_config(), call_and_repeat, 128,
         ("--config.sft.learning_rate=5e-5", "--config.sft.batch_size=8"),
     ),
     "tictactoe": Subject(

@@ -6,6 +6,7 @@ JAX is loaded when a function is called, not when this module is imported.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 MAX_KEPT_BYTES = 2**30  # a configuration takes a few MiB
-TOLD_FROM_S = 1.0  # a compilation of at least this time is reported; a cached read takes ms
+TOLD_FROM_S = 1.0  # a long compilation, which is reported; a cached read takes ms
 
 # JAX announces the beginning of each stage of a compilation as a scalar, its end as a duration.
 COMPILES = "/jax/core/compile/backend_compile_duration"
@@ -130,7 +131,10 @@ def _is_whole(entry: bytes) -> bool:
 
 @contextlib.contextmanager
 def watching(say: Callable[[str], None]) -> Iterator[None]:
-    """Tracks compilations in the block for `current`; reports the first long one in a line."""
+    """Tracks compilations in the block for `current`; reports the first long one in a line.
+
+    After a long one, the memory that the compiler has freed goes back to the system.
+    """
     import jax
 
     told = threading.Event()
@@ -147,9 +151,10 @@ def watching(say: Callable[[str], None]) -> Iterator[None]:
             _running[thread].pop()
             if not _running[thread]:
                 del _running[thread]
-        if event != COMPILES:
+        if event != COMPILES or seconds < TOLD_FROM_S:
             return
-        if seconds >= TOLD_FROM_S and not told.is_set():
+        _return_memory()
+        if not told.is_set():
             told.set()
             directory = jax.config.jax_compilation_cache_dir
             kept = directory and jax.config.jax_enable_compilation_cache
@@ -164,3 +169,9 @@ def watching(say: Callable[[str], None]) -> Iterator[None]:
         jax.monitoring.unregister_scalar_listener(begins)
         jax.monitoring.unregister_event_duration_listener(ends)
         _running.clear()  # ends of compilations in other threads are no longer received
+
+
+def _return_memory() -> None:
+    """glibc keeps what the compiler freed, up to gigabytes; other C libraries have no such call."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

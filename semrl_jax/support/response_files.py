@@ -100,7 +100,7 @@ COLUMNS = {
     "turn_characters": Column(
         _per_token(pa.int32()),
         "characters of `response` that the policy wrote, then others, then the policy, and so on; "
-        "only in a run with an environment; empty if unknown",
+        "only with an environment; empty if unknown",
     ),
     **{
         f"turn_effective_rank{order}": Column(

@@ -29,5 +29,6 @@ def sampler_of(config=None, **parts) -> Sampler:
     of_sync = {name: parts.pop(name) for name in WeightSync.__annotations__ if name in parts}
     defaults = {"client": None, "peers": Peers(), "stop": StopRequest(60.0, 75)}
     sync = made(WeightSync, config=config, **defaults | of_sync)
-    defaults = {"sampling": (0,), "episodes": SingleTurn(), "weights": None, "verifier": None}
+    defaults = {"sampling": (0,), "episodes": SingleTurn()}
+    defaults |= dict.fromkeys(("weights", "verifier", "tokenizer"))
     return made(Sampler, config=config, sync=sync, **defaults | parts)

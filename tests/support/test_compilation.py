@@ -1,6 +1,8 @@
 """Where compiled programs are kept, which are removed, and how a compilation is reported."""
 
+import ctypes
 import os
+import pathlib
 import time
 import zlib
 
@@ -122,3 +124,23 @@ def test_the_program_that_compiles_has_a_name(monkeypatch):
         lines.clear()
     jax.jit(a_program)(jnp.ones(5))
     assert not lines  # watching has ended
+
+
+def test_memory_that_was_freed_goes_back_after_a_compilation(monkeypatch):
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("not glibc")
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    size, statm = 2**16, pathlib.Path("/proc/self/statm")
+    blocks = [libc.malloc(size) for _ in range(2000)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:  # the last one keeps glibc from returning the others
+        libc.free(block)
+    before = int(statm.read_text().split()[1])
+    monkeypatch.setattr(compilation, "TOLD_FROM_S", 0.0)
+    with compilation.watching(lambda line: None):
+        jax.jit(lambda x: x - 23)(jnp.ones(6)).block_until_ready()
+    returned = (before - int(statm.read_text().split()[1])) * os.sysconf("SC_PAGE_SIZE")
+    libc.free(blocks[-1])
+    assert returned > 1000 * size
