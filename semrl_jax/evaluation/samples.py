@@ -61,7 +61,9 @@ def of_row(row: Mapping[str, Any]) -> Sample:
         for name, value in row.items()
         if name.startswith(METRICS) and value is not None
     }
-    turns = {name: row.get(name) or () for name in OF_EPISODES}
+    turns = {
+        name: np.asarray(row[name]).tolist() for name in OF_EPISODES if row.get(name) is not None
+    }
     return Sample(*(row[name] for name in COLUMNS), metrics, **turns)
 
 

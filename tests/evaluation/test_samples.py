@@ -2,14 +2,18 @@
 
 import math
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from semrl_jax.evaluation.samples import COLUMNS, read_samples, write_samples
+from semrl_jax.data import PromptExample
+from semrl_jax.evaluation.samples import COLUMNS, read_samples, sampled, write_samples
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import kind_of
 from tests.evaluation.making import make_sample
+from tests.fixtures import make_scored
 
 
 def same(one, other):
@@ -32,11 +36,16 @@ def test_samples_survive_a_file(tmp_path):
 
 
 def test_turns_of_an_episode_survive_a_file(tmp_path):
+    ids, mask = np.array([10, 11, 9], np.int32), np.array([True, False, True])
+    episode = make_scored(
+        response_ids=ids, response_mask=mask, turn_rewards=np.array([0.0, 0.5], np.float32)
+    )
+    problem = PromptExample("prompt", np.zeros(1, np.int32), "7", "games", 0)
+    (sample,) = sampled(Scored([episode]), {0: (0, problem)}, 0, lambda ids: "".join(map(str, ids)))
     file = tmp_path / "samples.parquet"
-    samples = [make_sample(turn_characters=[2, 1, 1], turn_rewards=[0.0, 0.5]), make_sample(1)]
-    write_samples(file, samples)
+    write_samples(file, [sample, make_sample(1)])
     read = read_samples(file)
-    assert [list(sample.turn_characters) for sample in read] == [[2, 1, 1], []]
+    assert [list(sample.turn_characters) for sample in read] == [[2, 2, 1], []]
     assert [list(sample.turn_rewards) for sample in read] == [[0.0, 0.5], []]
 
 
