@@ -22,8 +22,8 @@ def get_config():
     config.environment.max_turns = 3
     config.rollout.max_prompt_tokens = 256
     config.rollout.max_response_tokens = 128
-    config.training.num_steps = 20
-    config.training.micro_batch_size = 4
+    config.training.num_steps = 15
+    config.training.micro_batch_tokens = 1280  # a row of 8 episodes, with their prompt once
     config.evaluation.every_steps = 5
     config.checkpoints.every_steps = 10
     return config

@@ -37,7 +37,7 @@ from semrl_jax.models.sharding import (
     splits_rows,
 )
 
-FEW_ROWS = 64  # of a product, up to which a copy of its kernel costs more than it
+FEW_ROWS = 48  # of a product: up to this number, see benchmarks/small_products.py
 NO_WINDOW = jnp.iinfo(jnp.int32).max  # in the place of a window
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -441,7 +441,7 @@ class Decoder(nnx.Module):
         is_one_cpu = self.mesh is None or self.mesh.size == 1
         is_one_cpu &= (self.platform or platform_of(self.mesh)) == "cpu"
         for index, (layer, window) in enumerate(self._unrolled()):
-            if is_one_cpu and token_ids.size <= FEW_ROWS:
+            if is_one_cpu and 1 < token_ids.size <= FEW_ROWS:
                 layer.set_attributes(dot_general=_product_of_few)
             inputs.append(x[:, -1])
             query, key, value = layer.heads(x, positions, window)
