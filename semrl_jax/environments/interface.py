@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections.abc
 import importlib
+import itertools
 import json
 import math
 import numbers
@@ -88,21 +89,32 @@ class Environment(Protocol):
         """Answers a whole message of the policy: the text of its tokens, without the end token."""
 
 
+def _number(value: Any) -> float:
+    """The value as a float; NaN if it is no number, or out of range."""
+    is_number = isinstance(value, numbers.Real) and abs(value) <= MAX_SCORE  # NaN is not
+    return float(value) if is_number else math.nan
+
+
 def as_weights(weights: Any) -> dict[str, float]:
     """The weights of verdicts by name, as JSON has them.
 
     Raises:
       UserError: if they are something else.
     """
-    found = dict(weights) if isinstance(weights, collections.abc.Mapping) else {"": weights}
-    for name, weight in found.items():
-        is_number = isinstance(weight, numbers.Real) and abs(weight) <= MAX_SCORE  # NaN is not
-        if not is_reward_name(name) or not is_number:
-            raise UserError(
-                f"weights={weights!r:.100} must give a number for each name of a verdict, which "
-                f"has letters, digits, '_', '.' and '-', and is not one of {TAKEN_NAMES}."
-            )
-    return {name: float(weight) for name, weight in found.items()}
+    try:
+        found = dict(weights) if isinstance(weights, collections.abc.Mapping) else {"": weights}
+        values = [_number(weight) for weight in found.values()]
+        shown = f"weights={weights!r:.100}"
+    except BaseException as error:  # of their own methods
+        found, values = {"": weights}, [math.nan]
+        shown = f"weights cannot be read ({error_text(error):.100}); it"
+    if not (all(map(is_reward_name, found)) and not any(map(math.isnan, values))):
+        raise UserError(
+            f"{shown} must give a number from {-MAX_SCORE:g} to {MAX_SCORE:g} for each name of a "
+            "verdict, which has letters, digits, '_', '.' and '-', and is not one of "
+            f"{TAKEN_NAMES}."
+        )
+    return dict(zip(found, values, strict=True))
 
 
 class GarbageError(ValueError):
@@ -178,8 +190,8 @@ def _turn(result: Any, max_chars: int) -> Turn:
     by_name = isinstance(reward, collections.abc.Mapping)
     given = list(reward.values()) if by_name else reward
     given = list(given) if isinstance(given, list | tuple) else [given]
-    values = [float(x) if isinstance(x, numbers.Real) else math.nan for x in given]
-    if not (values and all(abs(x) <= MAX_SCORE for x in values)):  # NaN is not
+    values = [_number(x) for x in given]
+    if not values or any(map(math.isnan, values)):
         raise GarbageError(
             f"reward must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}, not {reward!r:.50}"
         )
@@ -231,7 +243,8 @@ def as_tasks(tasks: Any, count: int) -> list[dict[str, Any]]:
       GarbageError: if they are something else.
     """
     try:
-        text = json.dumps([dict(task) for task in list(tasks)[:count]], ensure_ascii=False)
+        first = itertools.islice(tasks, count)  # a generator may never end
+        text = json.dumps([dict(task) for task in first], ensure_ascii=False)
         found = json.loads(text.encode("utf-8", "replace"))
     except BaseException as error:
         raise GarbageError(

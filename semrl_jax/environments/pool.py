@@ -11,10 +11,12 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -48,6 +50,7 @@ MAX_MESSAGE_CHARS = 1_000_000  # of the policy, and of the prompt
 MAX_START_ATTEMPTS = 3
 START_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
+MAX_DESCRIPTORS = 1 << 16
 KEPT_PREFIX = "ENVIRONMENT_"  # variables that an environment itself needs
 _TASKS_PER_CALL = 256
 _BYTES_PER_CHAR = 12  # of JSON, outside the first plane
@@ -128,6 +131,7 @@ class EnvironmentPool:
         self._counts: collections.Counter[str] = collections.Counter()
         self._numbers = itertools.count()
         self._start_lock = threading.Lock()  # one start at a time; taken before the other lock
+        _allow_descriptors()
         self._threads = concurrent.futures.ThreadPoolExecutor(
             options["num_workers"], thread_name_prefix="environment"
         )
@@ -153,7 +157,7 @@ class EnvironmentPool:
                 self._starting.kill()
         if home is not None:
             home.end()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown()  # calls that wait fail at once; cancelled ones would raise
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -254,7 +258,8 @@ class EnvironmentPool:
 
         Raises:
           UserError: if the environment cannot be made.
-          RuntimeError: if the pool was closed, or the home does not start.
+          RuntimeError: if the pool was closed, the home does not start, or this process may open
+            no more sockets.
         """
         while True:
             home = self._at_home()
@@ -279,7 +284,9 @@ class EnvironmentPool:
                     home = self._starting = _Home()
                 try:
                     reply = home.begin(self.named, self.limits.memory_limit_gib)
-                    problem, self._about = reply.get("problem", ""), reply
+                    problem = reply.get("problem", "")
+                    if not problem:  # of a second home, or the first one's weights would be lost
+                        self._about = reply
                 except (OSError, ValueError) as error:
                     problem, reason = None, str(error)
                 with self._lock:
@@ -417,7 +424,7 @@ class Episode:
                 if self._is_over:
                     raise RuntimeError("the episode was ended")
                 self._connection = self._pool.connect()
-            except (RuntimeError, UserError) as error:
+            except (OSError, RuntimeError, UserError) as error:
                 self._fail("crash", error, began)
                 return
             if self._is_over:  # while it began
@@ -457,7 +464,10 @@ class Episode:
                 self._num_own += self._is_own
                 self._is_own, reward = turn.is_own, turn.reward
                 if isinstance(reward, list) and len(reward) > self._num_own:
-                    raise GarbageError(f"reward {reward} has more values than turns")
+                    raise GarbageError(
+                        f"reward has {len(reward)} values, more than the {self._num_own} turns "
+                        f"that are trained on: {reward}"
+                    )
                 for failed in errors:
                     self._pool.count("tool call", *["failed tool call"] * bool(failed))
                 return answer
@@ -516,6 +526,29 @@ class Episode:
             self._pool.count(error.partition(":")[0])
         self._failed = Reply(None, error, time.monotonic() - began)
         return self._failed
+
+
+def _allow_descriptors() -> None:
+    """Raises this process's limit of descriptors: each open episode has one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # the system refuses it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _socket_pair(kind: socket.SocketKind) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets; RuntimeError if there can be no more."""
+    try:
+        return socket.socketpair(socket.AF_UNIX, kind)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise RuntimeError(
+            f"{most} descriptors (ulimit -n) are too few for all open episodes; raise it, or lower "
+            "data.prompts_per_step or rollout.group_size"
+        ) from error
 
 
 def task_seed(task: Mapping[str, Any]) -> int:
@@ -583,7 +616,7 @@ class _Home:
     """The process that forks episodes, and its guard."""
 
     def __init__(self):
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, theirs = _socket_pair(socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 worker_command("semrl_jax.environments.worker"),
@@ -604,12 +637,13 @@ class _Home:
         reply = Line(fd, fd, "the process of environments").exchange(
             request, START_TIMEOUT_S, 1 << 16
         )
-        self._control.setblocking(True)
+        # An episode can stop the home. Orders that fill its socket must then not wait for ever.
+        self._control.settimeout(KILL_TIMEOUT_S)
         return reply
 
     def open(self, number: int, form: ToolFormat) -> _Connection:
-        """Has it fork a process; OSError if it has died."""
-        own, theirs = socket.socketpair()
+        """Has it fork a process; OSError if it has died or takes no orders."""
+        own, theirs = _socket_pair(socket.SOCK_STREAM)
         try:
             with theirs:
                 order = {"open": number, "form": [form.name, form.in_template]}
@@ -621,8 +655,12 @@ class _Home:
 
     def close(self, number: int) -> None:
         """Has it end all processes of an episode."""
-        with contextlib.suppress(OSError):  # if it died, they have died too
+        try:
             self._control.send(json.dumps({"end": number}).encode())
+        except TimeoutError:
+            self.kill()
+        except OSError:  # it has died, and they have died too
+            pass
 
     def kill(self, number: int = signal.SIGTERM) -> None:
         """Has the guard kill it and all its episodes; may be called from another thread."""

@@ -53,7 +53,7 @@ from semrl_jax.support.isolation import (
 )
 
 MAX_MESSAGE_BYTES = 1 << 16
-MAX_SCHEMAS_CHARS = 60_000  # of ASCII; they are sent in one message
+MAX_SCHEMAS_CHARS = 60_000  # of ASCII, with the weights; they are sent in one message
 
 
 def main() -> int:
@@ -65,9 +65,8 @@ def main() -> int:
     start = json.loads(control.recv(MAX_MESSAGE_BYTES))
     limit_memory(start["memory_limit_gib"])
     try:
-        environment, tools, weights = made(start["name"], start["options"])
-        is_self_play = bool(getattr(environment, "is_self_play", False))
-        reply = {"schemas": tools.schemas, "weights": weights, "is_self_play": is_self_play}
+        environment, tools, about = made(start["name"], start["options"])
+        reply = {"schemas": tools.schemas, **about}
     except UserError as error:
         reply = {"problem": str(error)}
     control.send(json.dumps({"id": start["id"], **reply}).encode() + b"\n")
@@ -100,16 +99,18 @@ def main() -> int:
         ended -= {guard for guard in ended if os.waitpid(guard, os.WNOHANG)[0]}
 
 
-def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, dict[str, float]]:
-    """Makes an environment, and finds its tools and weights; it may have none.
+def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, dict[str, Any]]:
+    """Makes an environment; finds its tools, "weights" and "is_self_play", as far as it has them.
 
     Raises:
       UserError: if the class cannot be imported, or cannot be made with these options, or if the
         schema of a tool cannot be derived, or if a weight is no number.
     """
+    pid = os.getpid()
     try:
         environment = load_environment(name)(**options)
-        tools = getattr(environment, "tools", ())
+        tools, weights = getattr(environment, "tools", ()), getattr(environment, "weights", {})
+        is_self_play = bool(getattr(environment, "is_self_play", False))
     except UserError as error:  # it has the way out
         said = str(error)
         raise UserError(said if said.startswith(FIELD) else f"{FIELD}: {name}: {said}") from error
@@ -120,20 +121,29 @@ def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, d
         raise UserError(
             f"environment.name: {name}({given}) cannot be made: {reason:.300}."
         ) from error
+    finally:
+        if os.getpid() != pid:
+            os._exit(0)  # the environment forked, and this is the child
     if not isinstance(tools, list | tuple):
         raise UserError(
             f"environment.name: {name} has tools={tools!r:.80}; it must be a list of functions."
         )
     try:
-        found, weights = Toolbox(tools), as_weights(getattr(environment, "weights", {}))
+        found, about = Toolbox(tools), {"weights": as_weights(weights)}
     except UserError as error:
         raise UserError(f"environment.name: {name}: {error}") from error
-    if (size := len(json.dumps(found.schemas))) > MAX_SCHEMAS_CHARS:
+    size, more = len(json.dumps(found.schemas)), len(json.dumps(about))
+    if size > MAX_SCHEMAS_CHARS:
         raise UserError(
             f"environment.name: {name}: the schemas of tools have {size} characters; at most "
             f"{MAX_SCHEMAS_CHARS} are allowed, so shorten their docstrings."
         )
-    return environment, found, weights
+    if size + more > MAX_SCHEMAS_CHARS:
+        raise UserError(
+            f"environment.name: {name}: weights has {more} characters, and the schemas of tools "
+            f"{size}; at most {MAX_SCHEMAS_CHARS} are allowed, so give fewer or shorter names."
+        )
+    return environment, found, {**about, "is_self_play": is_self_play}
 
 
 def serve(fd: int, environment: Environment, tools: Toolbox) -> None:

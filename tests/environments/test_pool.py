@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -76,6 +77,8 @@ def wait_until(condition, limit_s=20.0):
         ("kill parent group", "crash: ", "num_crashes"),
         ("infinite", "invalid: reward must be a number from -1e+09", "num_invalid"),
         ("nan", "invalid: reward must be a number from -1e+09", "num_invalid"),
+        ("huge", "invalid: reward must be a number from -1e+09", "num_invalid"),
+        ("many rewards", "invalid: reward has 100 values, more than the 2 turns", "num_invalid"),
         ("odd owner", "invalid: is_own must be a bool, not 'yes'", "num_invalid"),
         ("no number", "invalid: reward must be a number from -1e+09", "num_invalid"),
         ("odd verdict", "invalid: reward has ['odd'], which are not in the", "num_invalid"),
@@ -219,6 +222,72 @@ def test_hung_episodes_delay_no_other_and_end_with_the_pool():
     assert not any(thread.is_alive() for thread in environments._threads._threads)
 
 
+def test_calls_that_wait_for_a_thread_are_answered_when_the_pool_closes():
+    fields = {"timeout_s": 600.0, "num_workers": 2}
+    with EnvironmentPool(section(f"{USERS}:Hostile", **fields)) as environments:
+        episodes = [environments.open(opening()) for _ in range(4)]
+        calls = [episode.step("hang") for episode in episodes]
+        calls += [episodes[0].step("one") for _ in range(2000)]
+    assert {call.result(timeout=0).error.partition(":")[0] for call in calls} == {"crash"}
+
+
+def test_a_home_that_is_stopped_is_replaced(monkeypatch):
+    monkeypatch.setattr(pool_module, "KILL_TIMEOUT_S", 0.5)
+    with EnvironmentPool(section(f"{USERS}:Hostile", timeout_s=0.5)) as environments:
+        (stopped,) = play(environments, "stop home")
+        assert not stopped.error
+        ended = threading.Thread(  # orders fill its socket
+            target=lambda: [environments._home.close(-1) for _ in range(2000)], daemon=True
+        )
+        ended.start()
+        ended.join(timeout=30)
+        assert not ended.is_alive(), "an order waits for a stopped home"
+        wait_until(lambda: not play(environments, "end")[0].error)
+
+
+def test_a_second_home_that_cannot_be_made_costs_its_episodes(tmp_path):
+    name = f"{USERS}:Once:path={tmp_path / 'made'}"
+    with EnvironmentPool(section(name)) as environments:
+        assert not play(environments, "one")[0].error
+        os.killpg(environments._home._process.pid, signal.SIGKILL)
+        reason = f"crash: environment.name: {USERS}:Once("
+        wait_until(lambda: play(environments, "one")[0].error.startswith(reason))
+        assert environments.open(opening()).verdicts == ("right", "short")
+
+
+def test_episodes_without_a_descriptor_cost_no_other_one():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
+        environments = stack.enter_context(EnvironmentPool(section(f"{USERS}:Hostile")))
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert allowed == min(hard, pool_module.MAX_DESCRIPTORS)
+        play(environments, "end")
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, hard))
+        episodes = [environments.open(opening()) for _ in range(highest + 20)]
+        calls = [episode.step("one") for episode in episodes]
+        errors = {call.result(timeout=60).error for call in calls}
+        for episode in episodes:
+            episode.end()
+        few = f"crash: {highest + 10} descriptors (ulimit -n) are too few for all open episodes; "
+        assert len(errors) == 2 and "" in errors and max(errors).startswith(few)
+        assert not play(environments, "one")[0].error
+
+
+def test_tasks_that_never_end_are_cut():
+    with EnvironmentPool(section(f"{USERS}:Endless")) as environments:
+        assert len(environments.openings(seed=1, count=3)) == 3
+
+
+def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
+    with EnvironmentPool(section(f"{USERS}:Forks:path={path}")) as environments:
+        wait_until(lambda: not is_running(int(path.read_text())))
+        assert not play(environments, "end")[0].error
+    path.unlink()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -230,6 +299,16 @@ def test_hung_episodes_delay_no_other_and_end_with_the_pool():
             {"name": f"{USERS}:TakenVerdict"},
             r"weights=\{'shaped': 1.0\} must give a number",
         ),
+        (
+            {"name": f"{USERS}:OddVerdicts:weights=huge"},
+            r"weights cannot be read \(ValueError: .*; it must give a number from -1e\+09",
+        ),
+        (
+            {"name": f"{USERS}:OddVerdicts:weights=many"},
+            "weights has 103903 characters, .* at most 60000 are allowed, so give fewer",
+        ),
+        ({"name": f"{USERS}:NoWeights"}, r"\(\) cannot be made: ValueError: no weights"),
+        ({"name": f"{USERS}:Undecided"}, r"\(\) cannot be made: ValueError: nobody knows"),
         ({"name": f"{USERS}:NoStep"}, "has no step; an environment is a class with the methods"),
         ({"name": f"{USERS}:Picky"}, r"Picky\(\) cannot be made: OSError: no corpus"),
         ({"name": "calculator:digit=3"}, r"calculator\(digit=3\) cannot be made: .*unexpected"),

@@ -92,6 +92,10 @@ class Hostile:
             case "kill parent group":
                 os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
                 time.sleep(60)  # the kernel kills this process, but not at once
+            case "stop home":
+                with open(f"/proc/{os.getppid()}/stat") as file:
+                    home = int(file.read().rpartition(")")[2].split()[1])
+                os.kill(home, signal.SIGSTOP)
             case "stop parent":
                 with open(self.path, "w") as file:
                     file.write(str(os.getpid()))
@@ -119,6 +123,10 @@ class Hostile:
                 return Turn(reward=[-2.0, 1.0], done=True)
             case "opponent":
                 return Turn("the other side", 1.0, is_own=False)
+            case "many rewards":
+                return Turn("graded", [1.0] * 100)
+            case "huge":
+                return Turn("graded", 10**400)
             case "odd owner":
                 return Turn("graded", is_own="yes")
             case "verdicts":
@@ -188,6 +196,50 @@ class Tooled(Hostile):
 class TakenVerdict(Hostile):
     def __init__(self):
         self.weights = {"shaped": 1.0}
+
+
+class OddVerdicts(Hostile):
+    def __init__(self, weights):
+        self.weights = {
+            "huge": {"right": 10**5000}, "many": {f"verdict_{i}": 1.0 for i in range(5000)},
+        }[weights]  # fmt: skip
+
+
+class NoWeights(Vowels):
+    @property
+    def weights(self):
+        raise ValueError("no weights")
+
+
+class Undecided(Vowels):
+    @property
+    def is_self_play(self):
+        raise ValueError("nobody knows")
+
+
+class Endless(Vowels):
+    def tasks(self, seed, count):
+        while True:
+            yield {"word": "w"}
+
+
+class Once(Hostile):
+    """Can be made a single time."""
+
+    def __init__(self, path):
+        super().__init__()
+        with open(path, "x"):
+            pass
+
+
+class Forks(Hostile):
+    """Two processes return from making it."""
+
+    def __init__(self, path):
+        super().__init__()
+        if pid := os.fork():
+            with open(path, "w") as file:
+                file.write(str(pid))
 
 
 class NoStep:
