@@ -16,6 +16,7 @@ itself has an empty standard input, and its prints go to standard error.
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -185,7 +186,8 @@ def called(
     if call == "recall":
         value = arguments.pop("value")
         if hasattr(environment, "recall"):
-            environment.recall(arguments["message"], Turn(*value[0]))
+            turn = Turn(*copy.deepcopy(value[0]))  # which the environment may change
+            environment.recall(arguments["message"], turn)
             return value
         if value[1]:
             return value

@@ -44,7 +44,7 @@ class Recalling(Logged):
 
     def recall(self, message, turn):
         self.log(f"recall {message}")
-        self.total = int(turn.messages[0]["content"])
+        self.total = int(turn.messages.pop()["content"])  # the turn is its own
 
 
 class Forgetful(Logged):
