@@ -88,6 +88,10 @@ class Ahead:
         self._status = ""
         self._thread = threading.Thread(target=self._work, name="sampling", daemon=True)
 
+    @property
+    def tokenizer(self) -> Any:
+        return self.sampler.tokenizer
+
     def __enter__(self) -> Ahead:
         return self
 
