@@ -24,6 +24,7 @@ setup(
     install_requires=[
         "absl-py>=2.5",
         "chex>=0.1.92",
+        "cloudpickle>=3.1",  # rewards given as functions
         "flax>=0.12.8",
         "gguf>=0.19",
         f"grpcio>={GRPC}",

@@ -25,6 +25,7 @@ import configs
 from configs.default import get_config
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.settings.algorithms import add_users_options
+from semrl_jax.settings.config import unknown_field
 from semrl_jax.settings.moved import new_places
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import DISK_ERRNOS, UserError
@@ -384,20 +385,8 @@ def _places_in(error: Exception) -> str:
 
 def _check_field(config: ConfigDict, field: str) -> None:
     """Raises UserError if a flag cannot set the field."""
-    names = list(flatten(config))
-    if field in names:
-        return
-    if inside := [name for name in names if name.startswith(f"{field}.")]:
-        raise UserError(
-            f"--config.{field}: a section takes no value; set one of its fields: "
-            f"{', '.join(inside)}."
-        )
-    if places := new_places(field):
-        raise UserError(f"--config.{field} is of an earlier version: {places}.")
-    near = [name for name in names if name.endswith(f".{field}")]
-    near = near or difflib.get_close_matches(field, names, n=1, cutoff=0.8)
-    hint = f"did you mean {' or '.join(near)}?" if near else "see docs/configuration.md."
-    raise UserError(f"the config has no field {field!r} where a flag sets it; {hint}")
+    if field not in flatten(config):
+        raise UserError(f"--config.{unknown_field(config, field)}")
 
 
 # What a flag of each type expects.

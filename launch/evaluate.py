@@ -24,13 +24,11 @@ from ml_collections import config_flags
 
 from launch import cli
 from launch.fields import chosen_fields, config_of_policy, first_run, short_flags, values_of
-from semrl_jax.data.templates import STOP_STRINGS
 from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.settings.environment import PREFIX
-from semrl_jax.settings.evaluation import ALL_PROBLEMS, most_responses
+from semrl_jax.settings.evaluation import SAMPLING, complete
 from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.modules import module_names
 
 POLICY = flags.DEFINE_multi_string(
     "policy", [], "run, checkpoint, Hugging Face directory or hub id; repeat it for several"
@@ -70,9 +68,6 @@ GIVEN = {
     name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
     for name, (field, kind, text) in FIELDS.items()
 }
-# The sampling of the published evaluations (docs/evaluation.md).
-DEFAULTS = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.95}
-SCORES, GREEDY = "semrl_jax.evaluation.scores", "greedy"
 
 
 def main() -> int:
@@ -100,7 +95,7 @@ def prepare(config: ml_collections.ConfigDict) -> None:
       UserError: for a wrong value.
     """
     given = flags.FLAGS["config"].override_values
-    fields = chosen_fields(FIELDS, values_of(GIVEN), DEFAULTS)
+    fields = chosen_fields(FIELDS, values_of(GIVEN), SAMPLING)
     if GIVEN["k"].value is not None:
         fields["evaluation.k"] = tuple(whole_number("k", text) for text in GIVEN["k"].value)
     if "environment.name" in given:
@@ -110,16 +105,6 @@ def prepare(config: ml_collections.ConfigDict) -> None:
         )
     has_problems = CONFIG_GIVEN or first_run(sys.argv) is not None
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
-    if not of_run:
-        # Only the named benchmarks are evaluated, without the held-out problems of a run.
-        fields["evaluation.held_out"] = False
-        fields["environment.name"] = ""
-    # Tasks and procedural problems have no end: those of a run are as many as the run held out.
-    is_endless = of_run and config.data.task in ("reasoning_gym", "environment")
-    if "evaluation.num_problems" not in {*fields, *given} and not is_endless:
-        fields["evaluation.num_problems"] = ALL_PROBLEMS
-    if "evaluation.scores" not in {*fields, *given}:
-        fields["evaluation.scores"] = tuple(name for name in module_names(SCORES) if name != GREEDY)
     config.update_from_flattened_dict(fields)
     if not POLICY.value:
         raise UserError("--policy is needed; see --help.")
@@ -132,18 +117,12 @@ def prepare(config: ml_collections.ConfigDict) -> None:
                 "model."
             )
     cli.required(OUTPUT), chosen_steps(STEPS.value)
-    if not {"evaluation.stop_strings", "rollout.stop_strings"} & given.keys():
-        own = config.evaluation.stop_strings or STOP_STRINGS.get(config.evaluation.template, ())
-        config.evaluation.stop_strings = tuple(own)
     if not (of_run or config.evaluation.benchmarks):
         raise UserError(
             "--benchmarks is needed: names, files or modules. For the problems of a run or of a "
             "config, give --policy=RUN or --config=configs/NAME.py."
         )
-    if "evaluation.k" not in {*fields, *given}:
-        config.evaluation.k = tuple(
-            2**i for i in range(most_responses(config.evaluation).bit_length())
-        )
+    complete(config, {*fields, *given}, of_run)
     check_sections(config)
 
 

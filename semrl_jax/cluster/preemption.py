@@ -19,7 +19,7 @@ class StopRequest:
     `check()`. The update donates its buffers, so it is never interrupted.
 
     Args:
-      grace_s: this long after the signal, the process ends with `exit_code`, even while it works.
+      grace_s: this long after SIGTERM, the process ends with `exit_code`, even while it works.
       exit_code: as above.
       forward: tells the other processes of the run, which call their `request`. It is called once,
         in its own thread.
@@ -85,7 +85,13 @@ class StopRequest:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Handles SIGTERM and SIGINT; a second SIGINT ends the process the usual way."""
+        """Handles SIGTERM and SIGINT; a second SIGINT ends the process the usual way.
+
+        Another thread than the main one handles no signal.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
         previous = {
             number: signal.signal(number, self._receive)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -106,7 +112,8 @@ class StopRequest:
         if self._signal_name:
             return
         self._signal_name = signal.Signals(number).name
-        self._watchdog.start()
+        if number == signal.SIGTERM:
+            self._watchdog.start()
         threading.Thread(target=self._forward, daemon=True).start()
         if self._depth:
             raise Preempted(self._signal_name)

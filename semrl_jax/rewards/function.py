@@ -7,9 +7,12 @@ import importlib
 import inspect
 import math
 import numbers
+import pathlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
+
+import cloudpickle
 
 from semrl_jax.rewards.extraction import has_complete_box
 from semrl_jax.rewards.verdict import Verdict
@@ -33,6 +36,8 @@ def load_builtin(name: str, field: str = "rewards.function") -> tuple[ModuleType
 def load_function(path: str, field: str = "rewards.function") -> tuple[Callable[..., Any], bool]:
     """Imports "package.module:name", and makes a function of (response, reference, row) of it.
 
+    The module may be a .pkl file of cloudpickle, with functions by name; a program wrote it.
+
     The function gets the row if it has a parameter `row`, or a third one without a default. Any
     other third parameter keeps its default. The second result tells whether it gets the row.
     `field` of the config has the path.
@@ -43,7 +48,10 @@ def load_function(path: str, field: str = "rewards.function") -> tuple[Callable[
     """
     module_name, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        if module_name.endswith(".pkl"):
+            function = cloudpickle.loads(pathlib.Path(module_name).read_bytes())[name]
+        else:
+            function = getattr(importlib.import_module(module_name), name)
     except BaseException as e:
         reason = " ".join(error_text(e).split())
         raise UserError(

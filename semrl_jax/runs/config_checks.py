@@ -148,6 +148,24 @@ def remarks(config: ml_collections.ConfigDict) -> list[str]:
     ]
 
 
+def method_line(config: ml_collections.ConfigDict) -> str:
+    """What is trained, in one line: the algorithm, and all that is added to it."""
+    loss, rewards = config.algorithms.loss, config.rewards
+    parts = [config.algorithms.name]
+    if config.hidden_states.source != "none" and config.shaping.target != "none":
+        parts.append(f"VERL shaping of {config.shaping.target} (shaping.target)")
+    if "." not in config.algorithms.name:  # else its own options
+        for name, of in (
+            ("KL penalty", "kl_coefficient"),
+            ("entropy bonus", "entropy_coefficient"),
+        ):
+            if loss[of]:
+                parts.append(f"{name} {loss[of]:g} (algorithms.loss.{of})")
+    if not (rewards.function or rewards.functions) and rewards.mode == "independent":
+        parts.append(f"{rewards.unboxed_penalty:g} for wrong and unboxed responses (rewards.mode)")
+    return f"method: {', '.join(parts)}"
+
+
 def _check_data(config: ml_collections.ConfigDict) -> None:
     data, evaluation = config.data, config.evaluation
     benchmark_entries(evaluation)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ml_collections
 
@@ -32,11 +32,13 @@ from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.support import compilation
 from semrl_jax.support.console import Reporter, short_path
 from semrl_jax.support.errors import Preempted, UserError
-from semrl_jax.training.loop import run_steps
+from semrl_jax.training.loop import StepResult, run_steps
 from semrl_jax.training.train_state import POLICY, TrainState
 from semrl_jax.training.trainee import NonFiniteUpdates
 
 Opened = TypeVar("Opened")
+# Yields what each step leaves, and returns the exit code.
+Work = Generator[Any, None, int]
 
 EXIT_NOT_SAVED = EXIT_FAILED = 1
 EXIT_MISTAKE = 2
@@ -130,23 +132,42 @@ def train(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) 
       UserError: for a wrong setting, directory, address or token, before any training.
       RuntimeError: if the updates stay non-finite, or no replica can sample.
     """
-    return start(config, workdir, open_run, _train, quiet)
+    return exit_code(train_steps(config, workdir, quiet))
+
+
+def train_steps(
+    config: ml_collections.ConfigDict, workdir: str, quiet: bool = False
+) -> Generator[tuple[StepResult, dict[str, float]], None, int]:
+    """As `train`; yields every step after it is recorded, and its row of the log.
+
+    Closing the generator ends the run as a signal does.
+    """
+    return (yield from start(config, workdir, open_run, _train, quiet))
+
+
+def exit_code(work: Work) -> int:
+    """Works to the end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 def start(
     config: ml_collections.ConfigDict,
     workdir: str,
     open_: Callable[..., AbstractContextManager[Opened]],
-    work: Callable[[ml_collections.ConfigDict, Opened], int],
+    work: Callable[[ml_collections.ConfigDict, Opened], Work],
     quiet: bool = False,
-) -> int:
+) -> Work:
     """Joins the processes, opens the directory and the run, and works; see `train`.
 
     Args:
       config: of the run.
       workdir: the directory of the run.
       open_: makes the parts of the run, as `open_run` does.
-      work: gets the config and these parts; returns the exit code.
+      work: gets the config and these parts.
       quiet: see `train`.
     """
     validate(config)
@@ -154,7 +175,7 @@ def start(
     peers, reporter = join_others(config, os.environ, quiet)
     try:
         check_same(peers, config)
-        code = _work_together(config, workdir, peers, reporter, open_, work)
+        code = yield from _work_together(config, workdir, peers, reporter, open_, work)
         peers.gather("end", code)
         return code
     except BaseException as error:
@@ -174,8 +195,8 @@ def _work_together(
     peers: Peers,
     reporter: Reporter,
     open_: Callable[..., AbstractContextManager[Opened]],
-    work: Callable[[ml_collections.ConfigDict, Opened], int],
-) -> int:
+    work: Callable[[ml_collections.ConfigDict, Opened], Work],
+) -> Work:
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED, forward=peers.stop_all)
     peers.on_stop = stop.request
     directory = open_workdir_together(peers, workdir, config)
@@ -185,7 +206,7 @@ def _work_together(
             stack.enter_context(compilation.watching(reporter.line))
             own = with_own_model(config, directory.path, peers, reporter)
             opened = stack.enter_context(open_(own, directory, reporter, stop, peers))
-            return work(own, opened)
+            return (yield from work(own, opened))
     except (Exception, Preempted) as error:
         # The replicas of an open run know its id. Keep the id unless this was a user mistake.
         if peers.index == 0 and (opened is None or isinstance(error, UserError)):
@@ -198,7 +219,9 @@ def _work_together(
         directory.close()
 
 
-def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
+def _train(
+    config: ml_collections.ConfigDict, opened: OpenRun
+) -> Generator[tuple[StepResult, dict[str, float]], None, int]:
     run, reporter, directory = opened.run, opened.run.reporter, opened.run.workdir
     state = opened.first_state()
     first_step, num_steps = int(state.step), config.training.num_steps
@@ -216,12 +239,16 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
                 steps = profiled_steps(config.profile)
                 results = profiled(results, first_step, steps, directory.path / "profile")
             for result in results:
-                run.record(result, bar)
+                row = run.record(result, bar)
                 if result.scored:
                     state = result.state
                     run.keep(state)
+                yield result, row
     except Preempted as preempted:
         return end_early(run, state, preempted)
+    except GeneratorExit:
+        end_early(run, state, Preempted("stopped"))
+        raise
     except TooFewGroups:
         if int(state.step) > first_step:
             _save_before_end(run, state)

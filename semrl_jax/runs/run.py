@@ -69,10 +69,10 @@ class Run:
         if self._writer is not None:
             self._writer.write(step, scalars)
 
-    def record(self, result: StepResult, bar: Bar) -> None:
-        """Writes the row and, if due, the responses; prints one line each."""
+    def record(self, result: StepResult, bar: Bar) -> dict[str, float]:
+        """Writes the row and, if due, the responses; prints one line each; returns the row."""
         if self._writer is None:
-            return
+            return {}
         step, clock, evaluation = result.step, result.clock, result.evaluation
         num_steps = self.config.training.num_steps
         every = self.config.logging.rollouts_every_steps
@@ -92,6 +92,7 @@ class Run:
         if result.scored:
             bar.advance()
             self.reporter.line(summary_line(step + 1, num_steps, scalars, bar.left_s()))
+        return scalars
 
     def keep(self, state: TrainState) -> None:
         """Saves the state and draws the report if they are due."""

@@ -47,7 +47,7 @@ from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.config_checks import remarks
+from semrl_jax.runs.config_checks import method_line, remarks
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import check_room, least_parts
 from semrl_jax.runs.optimizers import optimizer_of
@@ -259,6 +259,7 @@ def open_run(
             return run_phase(peers, phase, interruptibly)
 
         def check() -> Inputs:
+            reporter.line(method_line(config))
             for line in remarks(config):
                 reporter.notice(line)
             found = check_inputs(config, mesh, verifier, environments, reporter.line)

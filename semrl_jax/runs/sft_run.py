@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import ml_collections
 import numpy as np
@@ -23,7 +23,7 @@ from semrl_jax.models.of_config import build_policy, end_token_ids, find_lora, s
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
-from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, start
+from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, exit_code, start
 from semrl_jax.runs.memory import check_room, least_parts_sft
 from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.runs.run import Run
@@ -317,10 +317,12 @@ def fine_tune(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fal
       UserError: for a wrong setting, file, row or directory, before any training.
       RuntimeError: if the updates stay non-finite.
     """
-    return start(config, workdir, open_fine_tuning, _fine_tune, quiet)
+    return exit_code(start(config, workdir, open_fine_tuning, _fine_tune, quiet))
 
 
-def _fine_tune(config: ml_collections.ConfigDict, opened: OpenFineTuning) -> int:
+def _fine_tune(
+    config: ml_collections.ConfigDict, opened: OpenFineTuning
+) -> Generator[dict[str, float], None, int]:
     run, num_steps = opened.run, opened.num_steps
     state = opened.first_state()
     first_step = int(state.step)
@@ -339,6 +341,7 @@ def _fine_tune(config: ml_collections.ConfigDict, opened: OpenFineTuning) -> int
                     run.reporter.line(_step_line(step + 1, num_steps, scalars, bar))
                 if run.checkpoints.due(step + 1, num_steps):
                     run.checkpoints.save(state)
+                yield scalars
             clock = Clock(bar.status)
             held_out = _evaluation(opened, num_steps, state, clock)
             if held_out:

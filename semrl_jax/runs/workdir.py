@@ -36,6 +36,7 @@ from semrl_jax.support.safe_files import (
 # These decide which arrays a checkpoint holds. A run from before they existed keeps their default.
 IN_CHECKPOINTS = ("rollout.max_staleness", "lora.rank")
 ANSWERS = "answers"  # of environments, in the directory of a run
+GIVEN = "given"  # rows and functions that a program gave to the run
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
 
 
@@ -282,7 +283,7 @@ def _is_left_by_a_start(name: str) -> bool:
     # config.writing: of a kill during the first write; replica0, replica0_1: logs of replicas that
     # did not start.
     is_log = re.fullmatch(r"replica\d+(_\d+)?", name) is not None
-    return is_log or name in (".lock", "config.writing")
+    return is_log or name in (".lock", "config.writing", GIVEN)
 
 
 def _is_worthless(path: pathlib.Path) -> bool:

@@ -6,9 +6,11 @@ Nothing here loads JAX, so that a wrong setting is refused at once.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import math
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -94,6 +96,27 @@ def default_config() -> ml_collections.ConfigDict:
 def known_settings() -> Mapping[str, Setting]:
     """What is known of every setting and section, by full name."""
     return MappingProxyType(described(Config))
+
+
+def unknown_field(config: ml_collections.ConfigDict, field: str) -> str:
+    """Why a field that the config does not have cannot be set, with its likely name."""
+    names = list(flatten(config))
+    if inside := [name for name in names if name.startswith(f"{field}.")]:
+        fields = ", ".join(inside)
+        return f"{field}: a section takes no value; set one of its fields: {fields}."
+    if places := moved.new_places(field):
+        return f"{field} is of an earlier version: {places}."
+    section, _, short = field.rpartition(".")
+    inside = [name for name in names if name.rpartition(".")[0] == section]
+    in_order = re.compile(".*".join(map(re.escape, short)))  # lr: learning_rate
+    near = (
+        [name for name in names if name.endswith(f".{field}")]
+        or difflib.get_close_matches(field, names, n=1, cutoff=0.8)
+        or difflib.get_close_matches(field, inside, n=1, cutoff=0.7)
+        or [name for name in inside if in_order.match(name.rpartition(".")[2])]
+    )
+    hint = f"did you mean {' or '.join(near[:3])}?" if near else "see docs/configuration.md."
+    return f"{field} is no field of the config; {hint}"
 
 
 def check_sections(config: ml_collections.ConfigDict) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 
 from semrl_jax.settings import metrics
 from semrl_jax.settings.rewards import check_function
@@ -11,8 +12,12 @@ from semrl_jax.settings.rollout import MIN_TEMPERATURE, check_stop_strings
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import fields_of, follows, section, setting
+from semrl_jax.support.modules import module_names
 
-ALL_PROBLEMS = 10**9  # evaluation.num_problems of launch.evaluate, unless it is given
+ALL_PROBLEMS = 10**9  # evaluation.num_problems of an evaluation of its own, unless it is given
+# The sampling of the published evaluations (docs/evaluation.md).
+SAMPLING = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.95}
+SCORES, GREEDY = "semrl_jax.evaluation.scores", "greedy"
 OF_TRAINING = ("of_groups", "drift_every", "probes")  # settings of metrics that evaluations lack
 MetricOptions = dataclasses.make_dataclass(
     "MetricOptions",
@@ -124,6 +129,31 @@ def check(evaluation: Section) -> None:
             f"evaluation.shots={evaluation['shots']} takes examples from evaluation.shots_file, "
             "which is empty; name a .jsonl or .parquet file with question and answer."
         )
+
+
+def complete(config: Section, given: Collection[str], of_run: bool) -> None:
+    """Sets the defaults of an evaluation of its own: all scores, all problems, powers of two as k.
+
+    Args:
+      given: fields that the user set.
+      of_run: whether the held-out problems of the config are evaluated, not only the benchmarks.
+    """
+    from semrl_jax.data.templates import STOP_STRINGS  # see `check`
+
+    evaluation = config.evaluation
+    if not of_run:
+        evaluation.held_out, config.environment.name = False, ""
+    # Tasks and procedural problems have no end: those of a run are as many as the run held out.
+    is_endless = of_run and config.data.task in ("reasoning_gym", "environment")
+    if "evaluation.num_problems" not in given and not is_endless:
+        evaluation.num_problems = ALL_PROBLEMS
+    if "evaluation.scores" not in given:
+        evaluation.scores = tuple(name for name in module_names(SCORES) if name != GREEDY)
+    if not {"evaluation.stop_strings", "rollout.stop_strings"} & {*given}:
+        own = evaluation.stop_strings or STOP_STRINGS.get(evaluation.template, ())
+        evaluation.stop_strings = tuple(own)
+    if "evaluation.k" not in given:
+        evaluation.k = tuple(2**i for i in range(most_responses(evaluation).bit_length()))
 
 
 def most_responses(evaluation: Section) -> int:

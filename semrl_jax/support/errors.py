@@ -14,6 +14,10 @@ class UserError(ValueError):
     is a defect of the program and keeps its traceback.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Preempted(BaseException):
     """The run was asked to end; memory holds the train state after the last finished step.

@@ -1,0 +1,1 @@
+"""The library: what `import semrl_jax` gives, for scripts and notebooks."""
