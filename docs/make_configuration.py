@@ -11,19 +11,10 @@ COPIES = {"evaluation.metric_options": "metrics"}  # sections with the fields of
 PAGE = pathlib.Path(__file__).with_name("configuration.md")
 HEAD = """# Settings
 
-This page is made from `semrl_jax/settings` by `python docs/make_configuration.py`; a test checks
-that it is current. Any field can be set from the command line, `--config.training.num_steps=10`, or
-in a config file that changes the default config, as those in `configs/` do. For a field with
-several values, repeat its flag. An unknown name is an error.
-
-`--explain` prints the settings of a command with their values and where each comes from: the
-default, the config file or a flag. `--dry_run` checks them, and all files that they name, and
-starts nothing:
-
-```bash
-python -m launch.train --config=configs/quickstart.py --config.seed=1 --explain
-python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart --dry_run
-```
+Any field can be set from the command line, `--config.training.num_steps=10`, or in a config file
+that changes the default config, as those in `configs/` do. For a field with several values, repeat
+its flag. `--explain` and `--dry_run` print and check the settings of a command ([runs](runs.md)).
+`python docs/make_configuration.py` makes this page from `semrl_jax/settings`.
 """
 
 
@@ -39,9 +30,9 @@ def page() -> str:
         parts.append(f"## {section or 'The whole run'}\n")
         if section and known[section].meaning:
             parts.append(f"{_linked(known[section].meaning)}\n")
-        parts.append("| Field | Default | Unit | Meaning |\n|---|---|---|---|")
+        parts.append("| Field | Default | Meaning |\n|---|---|---|")
         parts += [
-            f"| `{field}` | {_code(values[field])} | {known[field].unit} | "
+            f"| `{field}` | {f'{_code(values[field])} {known[field].unit}'.strip()} | "
             f"{_linked(known[field].meaning)} |"
             for field in fields
         ]

@@ -29,9 +29,8 @@ class Importance:
     )
     level_ahead: str = setting(
         "token",
-        "The level where level is none, but responses come from another policy: with "
-        "rollout.max_staleness above 0 or rollout.vllm_quantization. none: no correction "
-        "either.",
+        "The level where level is none, but another policy samples: with "
+        "rollout.max_staleness above 0 or rollout.vllm_quantization. none: no correction",
         choices=_LEVELS,
     )
     outside: str = setting(
@@ -47,18 +46,19 @@ class BatchRules:
 
     overlong_tokens: int = setting(
         0,
-        "Over this many tokens before the limit of a response, its reward falls by up to 1; 0: off",
+        "Within this many tokens before the limit of a response, its reward falls by up "
+        "to 1; 0: off",
         at_least=0,
     )
     mask_truncated: bool = setting(
-        False, "True: a response cut off at its limit is not trained on, but counts in its group"
+        False, "True: a truncated response is not trained on, but counts in its group"
     )
     # A run that ended with too few groups may continue with more rounds, or without the rule.
     max_sampling_rounds: int = setting(
         0,
-        "Dynamic sampling: a step samples rounds of prompts_per_step prompts until "
-        "prompts_per_step groups have unequal rewards, and trains on these. The run ends "
-        "if so many rounds do not suffice. 0: off.",
+        "Dynamic sampling: a step samples up to so many rounds of prompts_per_step "
+        "prompts, trains on the first prompts_per_step groups with unequal rewards, and "
+        "ends the run if there are fewer. 0: off",
         "rounds",
         at_least=0,
         at_most=MAX_ROUNDS,

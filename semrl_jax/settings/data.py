@@ -17,14 +17,14 @@ class Data:
 
     task: str = setting(
         "arithmetic",
-        "arithmetic: the built-in generator; files: those of data.files; reasoning_gym: "
-        "procedural sets; environment: those of environment.name",
+        "arithmetic: a built-in generator; files: data.files; reasoning_gym: procedural "
+        "sets; environment: environment.name",
         choices=TASKS,
     )
     num_prompts: int = setting(4096, "training prompts from a generator", "prompts", above=0)
     reasoning_gym: tuple[str, ...] = setting(
         (),
-        "Data sets of the package reasoning-gym, NAME or NAME:option=value:weight=2; docs/data.md",
+        "sets of the package reasoning-gym, NAME or NAME:option=value:weight=2; docs/data.md",
         items=str,
     )
     prompts_per_step: int = setting(
@@ -43,31 +43,27 @@ class Data:
     row_format: str = setting("question_answer", "rows of the files: question_answer or simplerl")
     question_fields: tuple[str, ...] = setting(
         ("question",),
-        "Fields of a row that make the question; several are joined by a space",
+        "fields of a row that make the question, joined by a space",
         items=str,
     )
     answer_field: str = setting("answer", "field of a row with the reference answer")
-    answer_after: str = setting(
-        "", "The answer is the text after this mark, #### in GSM8K; empty: all"
-    )
+    answer_after: str = setting("", "the answer follows this mark, #### in GSM8K; empty: no mark")
     # "auto" is another name of the template, so the prompts are compared instead.
     template: str = setting(
         "auto",
-        "Template of a prompt: auto (the tokenizer's chat template, else plain), plain, "
-        "abel, ..., chat, a text with {input}, or its file",
+        "auto (the tokenizer's chat template, else plain), plain, abel, ..., chat, a "
+        "text with {input}, or its file; docs/data.md",
         may_change=True,
     )
     system_prompt: str = setting("", "system prompt for the template chat")
     # Without effect for many tokenizers, so a resumed run compares the prompts instead.
     add_special_tokens: bool = setting(
         True,
-        "Before a prompt: the special tokens that the tokenizer adds by default, such as "
-        "BOS. A chat template writes its own. docs/data.md",
+        "Begin a prompt with the special tokens that the tokenizer adds by default, such "
+        "as BOS. docs/data.md",
         may_change=True,
     )
-    skip_bad_rows: bool = setting(
-        False, "True: count and skip rows that cannot be used instead of stopping"
-    )
+    skip_bad_rows: bool = setting(False, "True: count and skip bad rows instead of stopping")
 
 
 def check(data: Section) -> None:

@@ -21,14 +21,14 @@ class Environment:
 
     name: str = setting(
         "",
-        'A built-in environment, or "package.module:Class" of your own, with its options: '
+        'A built-in environment, or "package.module:Class" of your own, with options: '
         "NAME:option=value; empty: a single turn. docs/environments.md",
     )
     max_turns: int = setting(8, "messages of the policy; then the episode ends", "turns", above=0)
     num_lanes: int = setting(
         1,
-        "Parts of a batch that take turns: environments of one answer while the policy writes "
-        "for another. 2 or 3 for slow tools",
+        "Parts of a batch that take turns: environments answer one while the policy "
+        "writes for another. 2 or 3 for slow tools",
         "parts",
         above=0,
         at_most=64,

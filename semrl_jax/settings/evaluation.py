@@ -44,9 +44,8 @@ class Evaluation:
     num_problems: int = setting(512, "at most, per held-out set or file", "problems", above=0)
     files: tuple[str, ...] = setting(
         (),
-        "Used with data.task=files; each file is a benchmark with its own name. FILE, or "
-        "FILE:setting=value:... to set a field below, num_problems or name for this file;"
-        " docs/data.md",
+        "Used with data.task=files; each file is a benchmark. FILE, or "
+        "FILE:setting=value:... with a field below, num_problems or name; docs/data.md",
         items=str,
     )
     scores: tuple[str, ...] = setting(
@@ -55,8 +54,8 @@ class Evaluation:
     held_out: bool = setting(True, "Whether held-out problems of the task or files are evaluated")
     benchmarks: tuple[str, ...] = setting(
         (),
-        "A name or group such as gsm8k or tiny, FILE.jsonl, environment:NAME, or "
-        '"my_package.module", all but the last with :setting=value:...; docs/data.md',
+        "A name or group such as gsm8k or tiny, FILE.jsonl, environment:NAME, all three "
+        'with :setting=value:..., or "my_package.module"; docs/data.md',
         items=str,
     )
     data_dir: str = setting("data/benchmarks", "where the files of named benchmarks are")
@@ -64,12 +63,12 @@ class Evaluation:
         0, "examples before each question, the first ones of shots_file", at_least=0
     )
     shots_file: str = setting(
-        "", "File of the examples: .jsonl or .parquet, with question and answer (or response)"
+        "", ".jsonl or .parquet file of the examples, with question and answer (or response)"
     )
     n: int = setting(
         1,
-        "Responses per problem, for scores such as pass_at_k. The score greedy always "
-        "samples one response at temperature 0.",
+        "Responses per problem, for scores such as pass_at_k; greedy always samples one, "
+        "at temperature 0",
         "responses",
     )
     temperature: float = setting(
@@ -82,19 +81,17 @@ class Evaluation:
     )
     responses_per_call: int = setting(
         1024,
-        "Responses of one call of launch.evaluate. An interrupted evaluation repeats the "
-        "last call.",
+        "Responses of one call of launch.evaluate; an interrupted evaluation repeats the last call",
         "responses",
         above=0,
     )
     reward_model: str = setting(
-        "", "Sequence classifier for best@k of launch.evaluate: Hugging Face directory or hub id."
+        "", "sequence classifier for best@k of launch.evaluate: Hugging Face directory or hub id"
     )
     verifier: str = setting(
         "",
-        "Verifier of all held-out problems, named as in rewards.function. Empty: the "
-        'verifier "benchmark" for named benchmarks, and the verifier of the rewards for '
-        "other problems.",
+        "Verifier of all held-out problems, named as in rewards.function. Empty: "
+        '"benchmark" for named benchmarks, else the verifier of the rewards.',
     )
     metrics: bool = setting(False, "True: measure hidden states of evaluated responses too")
     row_format: str = follows(

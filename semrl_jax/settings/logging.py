@@ -13,20 +13,19 @@ class Logging:
 
     rollouts_every_steps: int = setting(
         10,
-        "Steps between two whose responses are recorded, in addition to the last step and"
-        " every evaluation. 0: no response is recorded.",
+        "How often responses are recorded, in addition to the last step and every "
+        "evaluation. 0: no response is recorded",
         at_least=0,
     )
     plot_every_steps: int = setting(
         10,
-        "Steps between two drawings of the report; 0: only at the end, also after a failure",
+        "steps between two drawings of the report; 0: only at the end",
         at_least=0,
     )
     wandb: str = setting(
         "",
-        "Project of Weights & Biases that gets the rows too; empty: none. Needs `pip "
-        "install wandb`",
+        "Weights & Biases project that gets the rows too; empty: none. Needs `pip install wandb`",
     )
     trackio: str = setting(
-        "", "Project of Trackio that gets the rows too; empty: none. Needs `pip install trackio`"
+        "", "Trackio project that gets the rows too; empty: none. Needs `pip install trackio`"
     )

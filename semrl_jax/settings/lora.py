@@ -23,8 +23,8 @@ class Lora:
     rank_stabilized: bool = setting(False, "True: scaled by alpha / sqrt(rank)")
     targets: tuple[str, ...] = setting(
         ("all-linear",),
-        "Modules of every layer that get adapters: q_proj, ..., patterns such as *_proj, "
-        "or all-linear; repeat the flag",
+        "Modules of every layer: q_proj, ..., patterns such as *_proj, or all-linear; "
+        "repeat the flag. docs/lora.md",
         items=str,
     )
     base_dtype: str = setting(

@@ -12,7 +12,7 @@ class Mesh:
     """`config.mesh`."""
 
     replica: int = setting(
-        1, "Copies of parameters and optimiser; each trains on a part of the batch", "devices"
+        1, "copies of parameters and optimiser; each trains on a part of the batch", "devices"
     )
     fsdp: int = setting(
         -1, "shards of parameters and optimiser, which are also shards of the batch", "devices"
@@ -21,6 +21,6 @@ class Mesh:
     tensor: int = setting(1, "parts into which heads and feed-forward layers are split", "devices")
     expert: int = setting(
         1,
-        "Parts into which the experts of each layer are split; they are also shards of the batch",
+        "parts into which the experts of each layer are split, also shards of the batch",
         "devices",
     )

@@ -44,8 +44,8 @@ class Metrics:
     )
     window: str = derived(
         _window,
-        "Which prefixes velocity and acceleration compare: exact, release or later. Follows "
-        "shaping.reproduce_release unless set: exact, or release.",
+        "Which prefixes velocity and acceleration compare: exact, release or later. "
+        "Follows shaping.reproduce_release unless set",
         choices=WINDOWS,
     )
     method: str = setting(
@@ -53,18 +53,18 @@ class Metrics:
     )
     names: tuple[str, ...] = setting(
         ("effective_rank",),
-        "Metrics of a response's hidden states: built in, or of your own; docs/extending.md.",
+        "metrics of a response's states: built in, or of your own; docs/extending.md",
     )
     of_groups: tuple[str, ...] = setting(
         (),
-        "Metrics of the mean states of each group: elliptical_novelty, log_determinant, "
-        "lidar; docs/metrics.md.",
+        "metrics of each group's mean states: elliptical_novelty, log_determinant, "
+        "lidar; docs/metrics.md",
         each=GROUP_METRICS,
     )
     drift_every: int = setting(
         0,
-        "How often the final states of policy and reference are compared; 0: never. A "
-        "comparison takes a forward pass of both models.",
+        "How often the final states of policy and reference are compared, by a forward "
+        "pass of both; 0: never",
         "steps",
         at_least=0,
     )
@@ -73,12 +73,12 @@ class Metrics:
     )
     layers: tuple[int, ...] = setting(
         (-1,),
-        "Whose hidden states are measured; -1: the final layer; i: the input of layer i",
+        "layers whose states are measured; -1: the final one; i: the input of layer i",
         items=int,
     )
     placement: str = setting(
         "trainer",
-        "Where it is measured: trainer, or rollout, on the replica, which then sends no states",
+        "Where it is measured: trainer, or rollout: on the replica, which then sends no states",
         choices=("trainer", "rollout"),
     )
     num_threads: int = setting(
@@ -86,7 +86,8 @@ class Metrics:
     )
     device_batch: int = setting(
         0,
-        "0: on the host, in num_threads threads. N: N responses at a time on the accelerator.",
+        "0: measured on the host, in num_threads threads. N: N responses at a time on "
+        "the accelerator",
         "responses",
         at_least=0,
     )

@@ -15,13 +15,13 @@ class Model:
 
     path: str = setting(
         "",
-        "Hugging Face directory or hub id; or a run or one of its checkpoints, whose "
-        "weights are copied to WORKDIR/start. Empty: a random model",
+        "Hugging Face directory or hub id; or a run or one of its checkpoints, copied to "
+        "WORKDIR/start. Empty: a random model",
     )
     family: str = setting(
         "",
         'A family of semrl_jax/models/families, or "my_package.my_module" with your own; '
-        "empty: by the model_type of its config.json, and qwen2 for a random model.",
+        "empty: by the model_type in config.json, qwen2 for a random model",
     )
     compute_dtype: str = setting(
         "float32", "Dtype of activations: float32 or bfloat16", choices=DTYPES
@@ -39,21 +39,20 @@ class Model:
     )
     remat: str = setting(
         "dots",
-        "What the backward pass recomputes: none, dots (all but the products, which saves"
-        " memory and its traffic) or full.",
+        "What the backward pass recomputes: none, dots (all but the products) or full; "
+        "docs/memory.md",
         choices=REMAT_POLICIES,
         may_change=True,
     )
     attention: str = setting(
         "auto",
         "Attention of whole sequences: xla; splash, a fused kernel for TPUs; triton, one "
-        "for GPUs; or auto: splash on TPUs if it supports the model and the mesh, and xla"
-        " elsewhere.",
+        "for GPUs; auto: splash on TPUs where model and mesh allow it, else xla",
         choices=ATTENTION_KERNELS,
         may_change=True,
     )
     hidden_size: int = setting(
-        128, "Width of a random model; like the other sizes not read with model.path", above=0
+        128, "width of a random model; the sizes are not read with model.path", above=0
     )
     intermediate_size: int = setting(256, "width of the feed-forward layers of a random model")
     num_layers: int = setting(3, "layers of a random model")

@@ -16,8 +16,8 @@ class Profile:
 
     steps: str = setting(
         "",
-        "Steps of which a JAX profile is written to WORKDIR/profile: 3:6 for the steps 3,"
-        " 4 and 5. Empty: none. docs/performance.md",
+        "Steps of a JAX profile in WORKDIR/profile: 3:6 for the steps 3, 4 and 5. Empty: "
+        "none. docs/performance.md",
     )
 
 

@@ -42,8 +42,8 @@ class Rewards:
     functions: tuple[str, ...] = setting(
         (),
         "Several functions, summed: FUNCTION, or FUNCTION:weight=0.5:name=NAME; repeat "
-        'the flag. The entry "model" is the score of rewards.model. Without another '
-        "entry, rewards.function only tells which responses are correct.",
+        'the flag. "model" is the score of rewards.model; if it is alone, '
+        "rewards.function tells which responses are correct.",
         items=str,
     )
     model: RewardModel = section(RewardModel)

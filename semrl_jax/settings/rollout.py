@@ -28,7 +28,7 @@ class Annealing:
     minimum: float = setting(0.1, "smallest factor of the temperature", above=0)
     warmup_tokens: int = setting(10, "first tokens of a response with the factor 1", at_least=0)
     decay_tokens: float = setting(
-        500.0, "d at step 0; with a larger d the temperature falls later", above=0
+        500.0, "d at step 0; the larger, the later the temperature falls", above=0
     )
     decay_growth: float = setting(
         100.0, "what each training step adds to d", "tokens per step", at_least=0
@@ -48,13 +48,13 @@ class Rollout:
     )
     addresses_file: str = setting(
         "",
-        "A file with one host:port a line in place of addresses. It is read again before "
-        "each sync of weights, so that replicas may join and leave. docs/clusters.md",
+        "File with one host:port a line, in place of addresses; read again before each "
+        "sync of weights, so that replicas may join and leave. docs/clusters.md",
         may_change=True,
     )
     engine: str = setting(
         "jax",
-        "Engine of the trainer's own replica: jax (embedded) or vllm (a child process)",
+        "engine of the trainer's own replica: jax (embedded) or vllm (a child process)",
         choices=ENGINES,
     )
     token_file: str = setting(
@@ -66,8 +66,8 @@ class Rollout:
     group_size: int = setting(8, "responses per prompt", "responses", above=0)
     groups_per_call: int = setting(
         0,
-        "N: a replica gets the prompts in calls of N, the next one when it is free. 0: an"
-        " equal part of the batch each. docs/clusters.md",
+        "N: a free replica gets the next N prompts. 0: each gets an equal part of the "
+        "batch. docs/clusters.md",
         "prompts",
         at_least=0,
         may_change=True,
@@ -75,7 +75,7 @@ class Rollout:
     temperature: float = setting(1.0, "temperature of the sampling; 0 is greedy", at_least=0)
     top_p: float = setting(
         1.0,
-        "Sample from the most probable tokens with this sum of probabilities; 1: all",
+        "sample from the most probable tokens with this sum of probabilities; 1: all",
         within="(0, 1]",
     )
     top_k: int = setting(0, "sample from this many most probable tokens; 0: all", at_least=0)
@@ -89,7 +89,7 @@ class Rollout:
     max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
     stop_token_ids: tuple[int, ...] = setting(
         (),
-        "Token ids that end a response, in addition to the end-of-sequence token. docs/data.md",
+        "token ids that end a response, in addition to the end token. docs/data.md",
         items=int,
     )
     stop_words: tuple[str, ...] = setting(
@@ -100,10 +100,9 @@ class Rollout:
     )
     in_flight: str = setting(
         "wait",
-        "What happens to running responses when new weights arrive: replicas wait for "
-        "them, abort them or keep them. Kept responses take their further tokens from the"
-        " new weights: with any engine if max_staleness is at least 2 (docs/ahead.md), "
-        "else with vLLM only.",
+        "What replicas do with running responses when new weights arrive: wait for them, "
+        "abort them or keep them. Kept ones go on with the new weights: with any engine "
+        "if max_staleness is at least 2 (docs/ahead.md), else with vLLM only.",
         choices=("wait", "abort", "keep"),
     )
     weight_dtype: str = setting(
@@ -112,7 +111,7 @@ class Rollout:
     max_staleness: int = setting(
         0,
         "Lag k: the batch of step s is sampled with the weights of step max(0, s - k), "
-        "during the updates of the steps between. docs/ahead.md",
+        "during the updates between. docs/ahead.md",
         "steps",
         at_least=0,
     )
@@ -139,34 +138,34 @@ class Rollout:
     )
     jax_processes: int = setting(
         0,
-        "JAX engine: child processes of the trainer that sample; 0: the trainer itself, in between",
+        "child processes of the trainer that sample; 0: the trainer itself, in between",
         "processes",
         at_least=0,
     )
     jax_process_cores: int = setting(
         0,
-        "JAX engine: cores that the trainer leaves to each child process; 0: all share all",
+        "cores that the trainer leaves to each child process; 0: all share all",
         "cores",
         at_least=0,
     )
     jax_max_batch: int = setting(
         128,
-        "JAX engine: responses decoded side by side; on a CPU, divided among the cores",
+        "responses decoded side by side; on a CPU, divided among the cores",
         "responses",
         above=0,
     )
-    jax_chunk_tokens: int = setting(16, "JAX engine: decoded tokens between two transfers", above=0)
+    jax_chunk_tokens: int = setting(16, "decoded tokens between two transfers", above=0)
     jax_tensor_parallelism: int = setting(
         1,
-        "JAX engine: devices of this process that share one copy of the weights. -1: all "
-        "that jax_data_parallelism leaves.",
+        "Devices of this process that share one copy of the weights. -1: all that "
+        "jax_data_parallelism leaves",
         "devices",
         may_change=True,
     )
     jax_data_parallelism: int = setting(
         1,
-        "JAX engine: copies of the weights that share the responses, a power of two. -1: "
-        "as many as jax_tensor_parallelism leaves devices for. docs/clusters.md",
+        "Copies of the weights that share the responses, a power of two. -1: as many as "
+        "jax_tensor_parallelism leaves devices for. docs/clusters.md",
         "devices",
         may_change=True,
     )
@@ -176,36 +175,36 @@ class Rollout:
         may_change=True,
     )
     vllm_max_num_seqs: int = setting(
-        256, "vLLM engine: responses decoded side by side", "responses", above=0, may_change=True
+        256, "responses decoded side by side", "responses", above=0, may_change=True
     )
     vllm_max_num_batched_tokens: int = setting(
         0,
-        "vLLM engine: most tokens of an engine step; 0: its own default",
+        "most tokens of an engine step; 0: vLLM's default",
         at_least=0,
         may_change=True,
     )
     vllm_tensor_parallelism: int = setting(
-        1, "vLLM engine: devices of a replica", "devices", above=0, may_change=True
+        1, "devices of a replica", "devices", above=0, may_change=True
     )
     vllm_gpu_memory_utilization: float = setting(
         0.9,
-        "vLLM engine: share of a GPU, or of the machine without one, for weights and cache",
+        "share of a GPU, or of the machine without one, for weights and cache",
         above=0,
         may_change=True,
     )
     vllm_kv_cache_gib: float = setting(
         0.0,
-        "vLLM engine: size of the cache; 0: the rest of that memory, on CPU 4",
+        "size of the cache; 0: the rest of that memory, on CPU 4",
         at_least=0,
         may_change=True,
     )
     vllm_enforce_eager: bool = setting(
-        False, "vLLM engine: True: no compilation, starts in half the time", may_change=True
+        False, "True: no compilation, starts in half the time", may_change=True
     )
     vllm_quantization: str = setting(
         "",
-        "vLLM engine: rounds the weights that arrive to 8 bits: fp8_per_channel, "
-        "fp8_per_tensor or fp8_per_block; empty: it does not. docs/vllm.md",
+        "Rounds the weights that arrive to 8 bits: fp8_per_channel, fp8_per_tensor or "
+        "fp8_per_block; empty: no. docs/vllm.md",
         choices=QUANTIZATIONS,
         may_change=True,
     )

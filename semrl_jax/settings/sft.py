@@ -28,8 +28,7 @@ class Sft:
     )
     evaluation_every_steps: int = setting(
         50,
-        "Steps between evaluations, which also run before the first and after the last "
-        "step; 0: never",
+        "steps between evaluations, also before the first and after the last step; 0: never",
         at_least=0,
         may_change=True,
     )
@@ -39,7 +38,7 @@ class Sft:
     messages_field: str = setting("messages", "field of a row with the list of messages")
     prompt_fields: tuple[str, ...] = setting(
         ("prompt",),
-        "prompt_completion: fields that make the prompt; several are joined by a space",
+        "prompt_completion: fields that make the prompt, joined by a space",
         items=str,
     )
     completion_field: str = setting("completion", "prompt_completion: field with the completion")
@@ -47,9 +46,7 @@ class Sft:
     system_prompt: str = setting("", "system prompt for the template chat")
     add_special_tokens: bool = setting(True, "as data.add_special_tokens", may_change=True)
     chat_template: str = setting("", "Jinja file that replaces the tokenizer's chat template")
-    skip_bad_rows: bool = setting(
-        False, "True: count and skip rows that cannot be used instead of stopping"
-    )
+    skip_bad_rows: bool = setting(False, "as data.skip_bad_rows")
     max_tokens: int = setting(2048, "limit of a conversation, template included")
     too_long: str = setting(
         "drop", "conversations above max_tokens: drop, truncate or refuse", choices=TOO_LONG
@@ -65,8 +62,7 @@ class Sft:
     )
     micro_batch_tokens: int = follows(
         "sft.max_tokens",
-        "Tokens of one forward and backward pass on each data shard; follows "
-        "sft.max_tokens unless set",
+        "as training.micro_batch_tokens; follows sft.max_tokens unless set",
         at_least=0,
         may_change=True,
     )

@@ -35,8 +35,8 @@ class Training(Steps):
     )
     micro_batch_tokens: int = setting(
         0,
-        "Tokens of one forward and backward pass on each data shard, padding included. "
-        "Above 0, it replaces micro_batch_size.",
+        "Tokens of one forward and backward pass on each data shard, padding included; "
+        "above 0, replaces micro_batch_size",
         at_least=0,
         may_change=True,
     )
@@ -55,15 +55,15 @@ class Training(Steps):
     )
     offload: tuple[str, ...] = setting(
         (),
-        "What is kept in the memory of the host while no update needs it: optimizer, "
-        "reference; repeat the flag. GPUs and TPUs; docs/memory.md",
+        "What the host's memory keeps while no update needs it: optimizer, reference; "
+        "repeat the flag. GPUs and TPUs; docs/memory.md",
         each=OFFLOADED,
         may_change=True,
     )
     export: str = setting(
         "",
-        "Dtype of WORKDIR/model, a Hugging Face directory of the policy that launch.train"
-        " writes at the end: float32 or bfloat16. Empty: none",
+        "Dtype of WORKDIR/model, a Hugging Face directory that launch.train writes at "
+        "the end: float32 or bfloat16. Empty: none",
         choices=("", *DTYPES),
         may_change=True,
     )

@@ -40,10 +40,10 @@ COLUMNS = {
     "benchmark": Column(TEXT, "data source of the prompt; not in training steps"),
     "group_id": Column(
         WHOLE,
-        "number of the prompt from 0: in a run over its training or its problems, in "
-        "`launch.evaluate` in the benchmark, in `launch.generate` the row of the files",
+        "number of the prompt from 0: in the run's training or problems, in the benchmark of "
+        "`launch.evaluate`, or the row of the files of `launch.generate`",
     ),
-    "sample_index": Column(WHOLE, "number of the response among those to its prompt, from 0"),
+    "sample_index": Column(WHOLE, "number of the response to its prompt, from 0"),
     "question": Column(TEXT, "what the user asks, without the template; not in a run"),
     "prompt": Column(
         TEXT, "with template, in a run with special tokens too; not in `launch.evaluate`"
@@ -52,8 +52,8 @@ COLUMNS = {
     "problem_type": Column(TEXT, 'such as "Algebra", or ""; only in `launch.evaluate`'),
     "row": Column(
         TEXT,
-        "JSON object: the row of the prompt, or what of it a verifier of `launch.evaluate` takes, "
-        'or ""; not in a run',
+        "JSON object: the row of the prompt, or its part for a verifier of `launch.evaluate`, or "
+        '""; not in a run',
     ),
     "response": Column(
         TEXT,
@@ -65,7 +65,7 @@ COLUMNS = {
     "score": Column(NUMBER, "reward from the verifier, before shaping"),
     "score/<name>": Column(
         NUMBER,
-        "with several verifiers or verdicts: score of one of them; `score` is their weighted sum",
+        "score of one of several verifiers or verdicts; `score` is their weighted sum",
     ),
     "boxed": Column(FLAG, "whether the response has a complete box"),
     "verifier_error": Column(
@@ -90,8 +90,8 @@ COLUMNS = {
     ),
     "response_mask": Column(
         _per_token(FLAG),
-        "false on context that the policy did not sample, such as an environment's text, whose "
-        "log-probability is 0; only if a response has context",
+        "false on context that the policy did not sample, whose log-probability is 0; only if a "
+        "response has context",
     ),
     "turn_rewards": Column(
         _per_token(pa.float32()),
@@ -99,26 +99,24 @@ COLUMNS = {
     ),
     "turn_characters": Column(
         _per_token(pa.int32()),
-        "characters of `response` that the policy wrote, then others, then the policy, and so on; "
-        "only with an environment; empty if unknown",
+        "characters of `response` by the policy, by others, by the policy, and so on; only with an "
+        "environment; empty if unknown",
     ),
     **{
         f"turn_effective_rank{order}": Column(
             _per_token(pa.float32()),
-            f"{name} of the tokens of each turn; NaN where not valid; as `turn_rewards`, if it was "
-            "measured",
+            f"{name} of the tokens of each turn, if it was measured; NaN where not valid",
         )
         for order, name in (("", "ER"), ("_velocity", "ERV"), ("_acceleration", "ERA"))
     },
     "effective_ranks": Column(
         _per_token(pa.float32()),
-        "effective rank of each prefix that ERV and ERA are computed from (`metrics.stride`, "
-        "`metrics.window`); only in a run, if it was measured",
+        "ER of each prefix that ERV and ERA are computed from; only in a run, if it was measured",
     ),
     "metrics/<label>": Column(
         NUMBER,
-        "a [metric](metrics.md) of the response, such as `metrics/effective_rank_velocity`; NaN "
-        "where not valid, null if not measured",
+        "a [metric](metrics.md), such as `metrics/effective_rank_velocity`; NaN where not valid, "
+        "null if not measured",
     ),
 }
 KEYS = ("group_id", "sample_index")  # of a response among those of a benchmark
