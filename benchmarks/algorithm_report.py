@@ -206,10 +206,22 @@ def page(results: dict[str, Results]) -> str:
             LIMITS,
             "Measured on:",
             "",
-            *(f"- {machine}" for machine in machines),
+            *machine_lines(machines),
             "",
         ]
     )
+
+
+def machine_lines(machines: Sequence[str]) -> list[str]:
+    """A line per machine and its versions, with all revisions of the code that ran there."""
+    revisions: dict[str, list[str]] = {}
+    for machine in machines:
+        name, _, revision = machine.partition(", git ")
+        revisions.setdefault(name, []).extend([revision] if revision else [])
+    return [
+        f"- {name}" + (f", git {', '.join(found)}" if found else "")
+        for name, found in revisions.items()
+    ]
 
 
 PAGE = """# Algorithms compared on the quickstart

@@ -16,12 +16,12 @@ PAGE = pathlib.Path(__file__).with_name("algorithms.md")
 PACKAGE = "semrl_jax.algorithms"
 HEAD = """# Algorithms
 
-This page is made from the docstrings by `python docs/make_algorithms.py`; a test checks that it is
-current. An algorithm of your own is one file: [extending.md](extending.md).
+`python docs/make_algorithms.py` makes this page from the docstrings. An algorithm of your own is
+one file: [extending](extending.md#an-algorithm).
 
 `--config.algorithms.name=NAME` chooses the advantages, `--config.algorithms.loss.surrogate=NAME`
-the loss of a token. Any pair can be combined, and VERL's shaping acts on the advantages of each.
-For example, RLOO with the loss of GSPO:
+the loss of a token. Any pair can be combined. VERL's shaping acts on the advantages of each. RLOO
+with the loss of GSPO:
 
 ```bash
 python -m launch.train --config=configs/quickstart.py --workdir=runs/rloo_gspo \\
@@ -30,9 +30,10 @@ python -m launch.train --config=configs/quickstart.py --workdir=runs/rloo_gspo \
     --config.algorithms.aggregation=response_mean
 ```
 
-r is the reward of a response. A group is the G responses to one prompt (`rollout.group_size`), and
-mean and std are over the group. Settings are fields of `config.algorithms.advantage`, with their
-defaults. Where one response per prompt is enough, `rollout.group_size=1` works.
+r is the reward of a response. A group is the G responses to one prompt (`rollout.group_size`); mean
+and std are over the group. Settings are fields of `config.algorithms.advantage`, with their
+defaults. `ppo`, `reinforce`, `sample_reinforcement`, `noisy_rewards` with `forward`, and
+`reinforce_plus_plus` without `group_baseline` need no group: `rollout.group_size=1` works.
 """
 KL_ESTIMATES = """
 `--config.algorithms.loss.kl_estimator` names the KL of a token, x = logprobs - ref_logprobs: `kl` x
@@ -42,8 +43,9 @@ the value of k3 with the gradient of k2. Source: Schulman, "Approximating KL div
 CORRECTIONS = """## Corrections against the rollout engine
 
 `--config.algorithms.importance.level=...` multiplies the advantages by weights from the ratio of
-the policy's to the engine's probability. Row `policy/importance_weight/capped_fraction` (or
-`masked_fraction`) of the log is the share of tokens that the bounds changed.
+the policy's to the engine's probability ([details](verl.md#truncated-importance-sampling)).
+`policy/importance_weight/capped_fraction` (or `masked_fraction`) in the log is the share of tokens
+that the bounds changed. The settings below are fields of `algorithms.importance`:
 
 | | `level` | `outside` | `floor` | `cap` |
 |---|---|---|---|---|
@@ -56,19 +58,17 @@ the policy's to the engine's probability. Row `policy/importance_weight/capped_f
 
 ## Critic
 
-An algorithm with a critic (`ppo`) trains a second model with a scalar head. `critic.path` is its
-Hugging Face directory: a language model, or a classifier with one label; if empty, the critic
-starts from the policy's weights. `critic.*` are its optimiser's settings, and
-`algorithms.loss.value_clip` bounds the change of a value in a step. In the first
-`critic.warmup_steps` steps only the critic is trained. Shaping acts on the whitened advantages, not
-on the returns. `critic/explained_variance` ([log keys](log_keys.md#ours)) shows how well it
-predicts.
+`ppo` trains a second model with a scalar head, the critic. `critic.path` is its Hugging Face
+directory: a language model, or a classifier with one label; if empty, it starts from the policy's
+weights. [`critic.*`](configuration.md) are the settings of its optimiser. Shaping acts on the
+whitened advantages, not on the returns. `critic/explained_variance`
+([log keys](log_keys.md#ours)) shows how well it predicts.
 
 ## KL in the reward
 
 `algorithms.advantage.kl_reward_coefficient` (`ppo`, `reinforce_plus_plus`) subtracts the KL from
-the reward of each token. `algorithms.loss.kl_coefficient` must then be set to 0; its default is
-0.001. With `algorithms.advantage.kl_target` the coefficient is multiplied after each step by
+the reward of each token. `algorithms.loss.kl_coefficient` must then be 0. With
+`algorithms.advantage.kl_target` the coefficient is multiplied after each step by
 1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), and logged as
 `algorithm/kl_coefficient`.
 
@@ -81,17 +81,18 @@ python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/ppo_kl 
 
 ## Batch rules
 
-`algorithms.batch_rules.overlong_tokens=N`: over the last N tokens before
-`rollout.max_response_tokens` the reward falls by up to 1 (DAPO, arXiv:2503.14476, Eq. 13).
-`algorithms.batch_rules.mask_truncated=True`: a response that was cut off is not trained on, but
-counts in the statistics of its group, and under `ppo` in the whitening.
+These are fields of `algorithms.batch_rules`:
 
-`algorithms.batch_rules.max_sampling_rounds=N` is dynamic sampling (DAPO): groups of equal rewards
-are dropped, and the step samples further rounds of `data.prompts_per_step` prompts until it has
-that many groups. The reward that decides has the penalty of `overlong_tokens`, but not the bonus.
-`keep_groups_by=correctness` keeps the groups with 0 < correct responses < G, the paper's rule.
-Surplus prompts come again in the next step. If N rounds are not enough, the run saves the last
-finished step and ends with exit code 2; the same command with more rounds, or with 0, continues.
+- `overlong_tokens=N`: over the last N tokens before `rollout.max_response_tokens` the reward falls
+  by up to 1 (DAPO, arXiv:2503.14476, Eq. 13).
+- `mask_truncated=True`: a truncated response is not trained on, but counts in the statistics of its
+  group, and under `ppo` in the whitening.
+- `max_sampling_rounds=N`: dynamic sampling (DAPO). Groups of equal rewards are dropped, and the
+  step samples further rounds of `data.prompts_per_step` prompts until it has that many groups. The
+  reward that decides has the penalty of `overlong_tokens`, but not the bonus. Surplus prompts come
+  again in the next step. If N rounds are not enough, the run saves the last finished step and ends
+  with exit code 2; the same command with more rounds, or with 0, continues.
+- `keep_groups_by=correctness`: keeps groups with 0 < correct responses < G, the paper's rule.
 
 ## Annealed temperature
 
@@ -99,9 +100,8 @@ finished step and ends with exit code 2; the same command with more rounds, or w
 it is `rollout.temperature` for the first `warmup_tokens` tokens t, then times
 max(1 + `maximum` - exp(t / d), `minimum`), d = min(`decay_tokens` + `decay_growth` * step,
 `max_decay_tokens`). The policy is trained at `rollout.temperature`, so
-`algorithms.importance.level` must correct for it; `token` is the paper's choice. The defaults give
-the temperatures of the published code, which has no such correction. Evaluations are not annealed,
-and only the JAX engine can anneal.
+`algorithms.importance.level` must correct for it; `token` is the paper's choice. The published
+code has the same defaults and no correction. Evaluations are not annealed. vLLM cannot anneal.
 
 ## Aggregation
 

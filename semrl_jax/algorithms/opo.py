@@ -2,8 +2,7 @@
 
 A_i = r_i - (sum_j L_j r_j) / (sum_j L_j), L_j the number of tokens of response j
 
-It is the baseline of least variance if the squared norm of a response's gradient grows with its
-length.
+It has the least variance if the squared norm of a response's gradient grows with its length.
 
 Source: arXiv:2505.23585.
 """

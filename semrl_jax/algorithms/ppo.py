@@ -7,11 +7,10 @@ A_t = (a_t - mean) / sqrt(variance + 1e-8), mean and variance over all tokens of
 x_t = r at the last token, 0 elsewhere, less kl_reward_coefficient KL_t
 
 V_t is the critic's value before token t, and 0 after the last token. The critic learns the returns
-a_t + V_t. One response per prompt is enough.
+a_t + V_t.
 
-With `credit="turn"`, x_t has the reward of each turn at its last token, and gamma and gae_lambda
-act between turns alone: inside a turn they are 1. a_t + V_t is then the return of the turn in a
-process whose steps are turns.
+With `credit="turn"`, x_t has the reward of each turn at its last token, and inside a turn gamma and
+gae_lambda are 1. a_t + V_t is then the return of the turn in a process whose steps are turns.
 
 Source: arXiv:1707.06347; arXiv:1506.02438, Eq. 16. Steps of a turn: arXiv:2512.17008 (Turn-PPO),
 gamma 0.99 and gae_lambda 0.9 there. All tokens of a turn have the value before its first token as

@@ -1,12 +1,12 @@
 """REINFORCE with a running baseline: rewards less the mean reward of the steps before.
 
-A = r - b,  b = sum_k (1 - rate)^k m_k / sum_k (1 - rate)^k, m_k the mean reward k steps ago
+A = r - b,  b = sum_k c^k m_k / sum_k c^k, c = 1 - baseline_rate, m_k the mean reward k steps ago
 
-b is 0 at the first step. One response per prompt is enough. With `credit="turn"`, r is the return
-of a turn, and m_k still the mean reward of episodes.
+b is 0 at the first step. With `credit="turn"`, r is the return of a turn, and m_k still the mean
+reward of episodes.
 
 Source: Williams 1992; the moving average over steps as in arXiv:2402.14740, Sec. 2.2, there with
-equal weights (rate 0).
+equal weights (baseline_rate 0).
 """
 
 from __future__ import annotations

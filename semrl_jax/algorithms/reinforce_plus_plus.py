@@ -5,8 +5,7 @@ x_t = r at the last token, 0 elsewhere, less kl_reward_coefficient KL_t
 A_t = (R_t - mean) / sqrt(variance + 1e-8), R_t the sum of x from t on, mean and variance over all
 tokens of the batch
 
-With `group_baseline`, r is less the mean of its group first ("REINFORCE++-baseline"); without it,
-one response per prompt is enough.
+With `group_baseline`, the mean of its group is first subtracted from r ("REINFORCE++-baseline").
 
 Source: arXiv:2501.03262.
 """

@@ -18,8 +18,8 @@ from semrl_jax.metrics.names import ORDERS, check_metrics
 from semrl_jax.support.errors import UserError
 from tests.oracles import metrics as oracle
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[-1]
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+CODE = re.search(r"`my_package/mean_norm.py`.*?```python\n(.*?)```", PAGE, re.DOTALL)[1]
 
 OF_SPECTRUM = """
 from semrl_jax.metrics import Metric
