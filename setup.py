@@ -66,9 +66,11 @@ setup(
             "beartype>=0.23",
             "grpcio-tools>=1.85.1",
             "hypothesis>=6.170",
+            "ipykernel>=7.0",
             "jsonschema>=4.26",
             "kubernetes-validate>=1.37",
             "math-verify>=0.9.0",  # for comparison in benchmarks.grading
+            "nbclient>=0.10",
             "peft>=0.21",  # reads and writes adapters, for comparison
             PDOC,
             "pytest>=9.2",
