@@ -218,13 +218,17 @@ def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Mes
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, collections.abc.Sequence) or isinstance(messages, bytes):
-        raise GarbageError(f"messages must be a text or a list, not {messages!r:.80}")
+        raise GarbageError(
+            f"messages must be a text, or a list of roles and contents, not {messages!r:.80}"
+        )
     found: list[Message] = []
     for message in messages:
         if not max_chars:
             break
         if not isinstance(message, collections.abc.Mapping) or set(message) != {"role", "content"}:
-            raise GarbageError(f"a message must have role and content alone, not {message!r:.80}")
+            raise GarbageError(
+                f"a message must be a mapping of role and content alone, not {message!r:.80}"
+            )
         role, content = message["role"], message["content"]
         if role not in roles:
             raise GarbageError(f"role must be one of {', '.join(roles)}, not {role!r:.50}")

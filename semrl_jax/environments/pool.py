@@ -207,13 +207,13 @@ class EnvironmentPool:
         Raises:
           UserError: if the environment fails or has none.
         """
-        connection = self.connect()
+        connection, method = self.connect(), "tasks"
         chars = MAX_MESSAGE_CHARS
         size = _BYTES_PER_CHAR * chars * _TASKS_PER_CALL
         try:
             asked = {"seed": seed, "count": count}
             tasks = as_tasks(connection.call("tasks", asked, START_TIMEOUT_S, chars, size), count)
-            found = []
+            found, method = [], "reset"
             for first in range(0, len(tasks), _TASKS_PER_CALL):
                 pairs = [(task, task_seed(task)) for task in tasks[first : first + _TASKS_PER_CALL]]
                 limit_s = max(START_TIMEOUT_S, self.limits.timeout_s)
@@ -224,8 +224,8 @@ class EnvironmentPool:
             return found
         except (_CallError, GarbageError, OSError, ValueError, TypeError) as error:
             raise UserError(
-                f"environment.name: {self.named.target} made no tasks ({error or 'it ended'}); "
-                "its methods tasks and reset must return what docs/environments.md says."
+                f"environment.name: {self.named.target} made no tasks, since its method {method} "
+                f"failed ({error or 'it ended'}); it must return what docs/environments.md says."
             ) from error
         finally:
             connection.end()
@@ -258,8 +258,7 @@ class EnvironmentPool:
 
         Raises:
           UserError: if the environment cannot be made.
-          RuntimeError: if the pool was closed, the home does not start, or this process may open
-            no more sockets.
+          RuntimeError: if the pool was closed, or this process may open no more sockets.
         """
         while True:
             home = self._at_home()
@@ -298,10 +297,12 @@ class EnvironmentPool:
                 if problem:
                     self._fail(UserError(problem))
             self._fail(
-                RuntimeError(
-                    f"the process of environments failed to start {MAX_START_ATTEMPTS} times in a "
-                    f"row: {reason}. Its own message is above; environment.memory_limit_gib="
-                    f"{self.limits.memory_limit_gib} or {START_TIMEOUT_S:g} s may be too small."
+                UserError(
+                    f"environment.name: {self.named.target} cannot be made: {reason}, "
+                    f"{MAX_START_ATTEMPTS} times in a row. Its import and its __init__ must take "
+                    f"less than {START_TIMEOUT_S:g} s and must not end their process, as os._exit "
+                    "and a crash of a library do. If environment.memory_limit_gib="
+                    f"{self.limits.memory_limit_gib:g} is too small, raise it."
                 )
             )
             raise self._failure

@@ -242,6 +242,11 @@ class Forks(Hostile):
                 file.write(str(pid))
 
 
+class Exits(Vowels):
+    def __init__(self):
+        os._exit(3)
+
+
 class NoStep:
     def tasks(self, seed, count):
         return []
