@@ -482,8 +482,8 @@ class Episode:
             return turn, {}
         if unknown := sorted(turn.reward.keys() - self._pool.weights):
             raise GarbageError(
-                f"reward has {unknown}, which are not in the environment's weights; known: "
-                f"{', '.join(self._pool.weights) or 'none'}"
+                f"reward has {unknown}, which the environment's attribute weights does not have; "
+                f"it has: {', '.join(self._pool.weights) or 'none'}"
             )
         reward = sum(self._pool.weights[name] * value for name, value in turn.reward.items())
         if not abs(reward) <= MAX_SCORE:

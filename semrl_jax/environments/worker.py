@@ -153,7 +153,7 @@ def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, d
 
 
 def error_place(error: BaseException) -> str:
-    """" (FILE:LINE)" of the environment's last line before an exception; "" without one.
+    """ " (FILE:LINE)" of the environment's last line before an exception; "" without one.
 
     Lines of Python's library and of installed packages do not count: a user looks for their own.
     """

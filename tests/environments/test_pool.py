@@ -81,7 +81,7 @@ def wait_until(condition, limit_s=20.0):
         ("many rewards", "invalid: reward has 100 values, more than the 2 turns", "num_invalid"),
         ("odd owner", "invalid: is_own must be a bool, not 'yes'", "num_invalid"),
         ("no number", "invalid: reward must be a number from -1e+09", "num_invalid"),
-        ("odd verdict", "invalid: reward has ['odd'], which are not in the", "num_invalid"),
+        ("odd verdict", "invalid: reward has ['odd'], which the environment", "num_invalid"),
         ("large verdict", "invalid: the weighted sum 2e+09 of the reward is", "num_invalid"),
         ("none", "invalid: step must return a Turn, not None", "num_invalid"),
         ("silent", "invalid: a turn that is not done needs a message", "num_invalid"),
@@ -340,7 +340,7 @@ def test_mistakes_are_the_users(fields, message):
 def test_a_home_that_cannot_start_is_named(monkeypatch):
     monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.01)
     with (
-        pytest.raises(UserError, match="took too long, 3 times in a row. .* less than 0.01 s"),
+        pytest.raises(UserError, match=r"took too long, 3 times in a row. .* less than 0.01 s"),
         EnvironmentPool(section("calculator")),
     ):
         pass
