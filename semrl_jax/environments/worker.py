@@ -57,7 +57,11 @@ from semrl_jax.support.isolation import (
 )
 
 MAX_MESSAGE_BYTES = 1 << 16
-_INSTALLED = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+_NOT_OWN = (  # where lines of others are: semrl_jax, Python and installed packages
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+    *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+    "<",  # <frozen importlib>
+)
 MAX_SCHEMAS_CHARS = 60_000  # of ASCII, with the weights; they are sent in one message
 
 
@@ -161,7 +165,7 @@ def error_place(error: BaseException) -> str:
         files = [
             f"{os.path.basename(frame.f_code.co_filename)}:{line}"
             for frame, line in traceback.walk_tb(error.__traceback__)
-            if not frame.f_code.co_filename.startswith(("<", __file__, *_INSTALLED))
+            if not frame.f_code.co_filename.startswith(_NOT_OWN)
         ]
     except BaseException:  # of the exception's own methods
         return ""
@@ -214,12 +218,17 @@ def called(
             return value
     if call in ("step", "recall"):
         answers = tools.answers(arguments["message"], max_chars)
-        turn = Turn(tools.form.messages(answers)) if answers else environment.step(**arguments)
+        turn = (
+            Turn(tools.form.messages(answers))
+            if answers
+            else environment.step(arguments["message"])
+        )
         return as_turn(turn, max_chars), [answer.error for answer in answers]
     if call == "reset":
         return _opening(environment, tools, max_chars, **arguments)
     if call == "tasks":
-        return as_tasks(environment.tasks(**arguments), arguments["count"])
+        seed, count = arguments["seed"], arguments["count"]
+        return as_tasks(environment.tasks(seed, count), count)
     pairs = arguments["pairs"]
     return [_opening(environment, tools, max_chars, task, seed) for task, seed in pairs]
 

@@ -19,17 +19,17 @@ class Vowels:
     def __init__(self, turns=3):
         self.turns, self.left = turns, 0
 
-    def tasks(self, seed, count):
-        numbers = random.Random(seed)
-        return [{"word": f"w{numbers.randrange(10**6)}", "answer": 3} for _ in range(count)]
+    def tasks(self, number, most):  # arguments may have any names
+        numbers = random.Random(number)
+        return [{"word": f"w{numbers.randrange(10**6)}", "answer": 3} for _ in range(most)]
 
     def reset(self, task, seed):
         self.left = self.turns
         return f"Write about {task['word']}."
 
-    def step(self, message):
+    def step(self, action):
         self.left -= 1
-        vowels = sum(message.count(letter) for letter in "aeiou")
+        vowels = sum(action.count(letter) for letter in "aeiou")
         reply = f"{vowels} of {random.randrange(100)}. More!"
         return Turn(reply, reward=vowels / 10, done=not self.left)
 
