@@ -1,4 +1,4 @@
-"""Lengths of the responses, and the shares of them that are truncated or without an answer."""
+"""Lengths and scores of the responses, and the shares that are truncated or without an answer."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def per_problem(
     Returns:
       `responses/mean_length`, `.../mean_length_correct`, `.../mean_length_wrong` and
         `.../mean_length_finished` (not ended by the limit), in tokens.
+      `responses/mean_score`: what the verifier or the environment gave, also below 1.
       `responses/truncated_fraction`: ended by the limit on tokens.
       `responses/boxed_fraction`: have a complete box.
       `responses/empty_fraction`: no answer was found in them.
@@ -38,6 +39,7 @@ def per_problem(
         "responses/mean_length_correct": length(lambda sample: sample.correct),
         "responses/mean_length_wrong": length(lambda sample: not sample.correct),
         "responses/mean_length_finished": length(_is_finished),
+        "responses/mean_score": over_responses(problems, lambda sample: sample.score),
         "responses/truncated_fraction": fraction(lambda sample: sample.finish_reason == "length"),
         "responses/boxed_fraction": fraction(lambda sample: sample.boxed),
         "responses/empty_fraction": fraction(lambda s: not (s.extracted or "").strip()),

@@ -206,7 +206,7 @@ def test_lengths_of_responses():
             make_sample(0, 1, False, num_tokens=50, finish_reason="length", extracted=" "),
         ],
         [
-            make_sample(1, 0, False, num_tokens=30, finish_reason="stop", extracted="3"),
+            make_sample(1, 0, False, num_tokens=30, finish_reason="stop", extracted="3", score=0.5),
             make_sample(1, 1, False, num_tokens=20, verifier_error="timeout"),
         ],
         [make_sample(2, s, finish_reason=NOT_SAMPLED, num_tokens=0) for s in range(2)],
@@ -217,6 +217,7 @@ def test_lengths_of_responses():
         "responses/mean_length_correct": 10.0,
         "responses/mean_length_wrong": pytest.approx(100 / 3),
         "responses/mean_length_finished": 20.0,
+        "responses/mean_score": 0.375,
         "responses/truncated_fraction": 0.25,
         "responses/boxed_fraction": 0.25,
         "responses/empty_fraction": 0.5,
