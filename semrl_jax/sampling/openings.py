@@ -61,7 +61,8 @@ def training_tasks(
             f"environment.name: {environments.named.label} made {len(openings)} tasks, of which "
             f"{len(openings) - len(found)} are held out and {len(examples) - len(short)} have more "
             f"than rollout.max_prompt_tokens={limit} tokens{lengths}; "
-            f"data.prompts_per_step={least} are needed. Change one of these, or evaluation.num_problems."
+            f"data.prompts_per_step={least} are needed. Change one of these, or "
+            "evaluation.num_problems."
         )
     if len(short) < len(examples):
         report(
