@@ -184,8 +184,11 @@ def _turn(result: Any, max_chars: int) -> Turn:
         if unknown := sorted(map(str, result.keys() - set(Turn._fields))):
             raise GarbageError(f"unknown keys {unknown}; known: {', '.join(Turn._fields)}")
         result = Turn(**result)
-    elif not (isinstance(result, tuple) and 3 <= len(result) <= len(Turn._fields)):
-        raise GarbageError(f"step must return a Turn, not {result!r:.80}")
+    elif not isinstance(result, Turn) and not (isinstance(result, tuple) and len(result) == 3):
+        raise GarbageError(
+            f"step must return a Turn or its first three values, not {result!r:.80}; "
+            "environment.name=gymnasium:env=... plays classes of Gymnasium"
+        )
     messages, reward, done, is_own = Turn(*result)
     by_name = isinstance(reward, collections.abc.Mapping)
     given = list(reward.values()) if by_name else reward
@@ -218,13 +221,17 @@ def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Mes
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, collections.abc.Sequence) or isinstance(messages, bytes):
-        raise GarbageError(f"messages must be a text or a list, not {messages!r:.80}")
+        raise GarbageError(
+            f"messages must be a text, or a list of roles and contents, not {messages!r:.80}"
+        )
     found: list[Message] = []
     for message in messages:
         if not max_chars:
             break
         if not isinstance(message, collections.abc.Mapping) or set(message) != {"role", "content"}:
-            raise GarbageError(f"a message must have role and content alone, not {message!r:.80}")
+            raise GarbageError(
+                f"a message must be a mapping of role and content alone, not {message!r:.80}"
+            )
         role, content = message["role"], message["content"]
         if role not in roles:
             raise GarbageError(f"role must be one of {', '.join(roles)}, not {role!r:.50}")

@@ -207,13 +207,13 @@ class EnvironmentPool:
         Raises:
           UserError: if the environment fails or has none.
         """
-        connection = self.connect()
+        connection, method = self.connect(), "tasks"
         chars = MAX_MESSAGE_CHARS
         size = _BYTES_PER_CHAR * chars * _TASKS_PER_CALL
         try:
             asked = {"seed": seed, "count": count}
             tasks = as_tasks(connection.call("tasks", asked, START_TIMEOUT_S, chars, size), count)
-            found = []
+            found, method = [], "reset"
             for first in range(0, len(tasks), _TASKS_PER_CALL):
                 pairs = [(task, task_seed(task)) for task in tasks[first : first + _TASKS_PER_CALL]]
                 limit_s = max(START_TIMEOUT_S, self.limits.timeout_s)
@@ -224,8 +224,8 @@ class EnvironmentPool:
             return found
         except (_CallError, GarbageError, OSError, ValueError, TypeError) as error:
             raise UserError(
-                f"environment.name: {self.named.target} made no tasks ({error or 'it ended'}); "
-                "its methods tasks and reset must return what docs/environments.md says."
+                f"environment.name: {self.named.target} made no tasks, since its method {method} "
+                f"failed ({error or 'it ended'}); it must return what docs/environments.md says."
             ) from error
         finally:
             connection.end()
@@ -241,6 +241,7 @@ class EnvironmentPool:
                 "num_crashes": self._counts["crash"],
                 "num_exceptions": self._counts["exception"],
                 "num_invalid": self._counts["invalid"],
+                "num_out_of_turns": self._counts["out of turns"],
                 "num_tool_calls": self._counts["tool call"],
                 "num_failed_tool_calls": self._counts["failed tool call"],
             }
@@ -258,8 +259,7 @@ class EnvironmentPool:
 
         Raises:
           UserError: if the environment cannot be made.
-          RuntimeError: if the pool was closed, the home does not start, or this process may open
-            no more sockets.
+          RuntimeError: if the pool was closed, or this process may open no more sockets.
         """
         while True:
             home = self._at_home()
@@ -298,10 +298,12 @@ class EnvironmentPool:
                 if problem:
                     self._fail(UserError(problem))
             self._fail(
-                RuntimeError(
-                    f"the process of environments failed to start {MAX_START_ATTEMPTS} times in a "
-                    f"row: {reason}. Its own message is above; environment.memory_limit_gib="
-                    f"{self.limits.memory_limit_gib} or {START_TIMEOUT_S:g} s may be too small."
+                UserError(
+                    f"environment.name: {self.named.target} cannot be made: {reason}, "
+                    f"{MAX_START_ATTEMPTS} times in a row. Its import and its __init__ must take "
+                    f"less than {START_TIMEOUT_S:g} s and must not end their process, as os._exit "
+                    "and a crash of a library do. If environment.memory_limit_gib="
+                    f"{self.limits.memory_limit_gib:g} is too small, raise it."
                 )
             )
             raise self._failure
@@ -402,7 +404,7 @@ class Episode:
         return tuple(self._pool.weights)
 
     def count(self, kind: str) -> None:
-        """Counts a failure that its caller found, such as "invalid"."""
+        """Counts what its caller found, such as "invalid"."""
         self._pool.count(kind)
 
     def end(self) -> None:
@@ -459,7 +461,7 @@ class Episode:
             try:
                 chars = self._pool.limits.max_observation_chars
                 turn, errors = reply.value
-                turn, verdicts = self._weighted(as_turn(tuple(turn), chars))
+                turn, verdicts = self._weighted(as_turn(Turn(*turn), chars))
                 answer = Answer(turn, "", reply.seconds, verdicts)
                 self._num_own += self._is_own
                 self._is_own, reward = turn.is_own, turn.reward
@@ -481,8 +483,8 @@ class Episode:
             return turn, {}
         if unknown := sorted(turn.reward.keys() - self._pool.weights):
             raise GarbageError(
-                f"reward has {unknown}, which are not in the environment's weights; known: "
-                f"{', '.join(self._pool.weights) or 'none'}"
+                f"reward has {unknown}, which the environment's attribute weights does not have; "
+                f"it has: {', '.join(self._pool.weights) or 'none'}"
             )
         reward = sum(self._pool.weights[name] * value for name, value in turn.reward.items())
         if not abs(reward) <= MAX_SCORE:

@@ -16,6 +16,7 @@ itself has an empty standard input, and its prints go to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -24,6 +25,8 @@ import random
 import signal
 import socket
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +57,11 @@ from semrl_jax.support.isolation import (
 )
 
 MAX_MESSAGE_BYTES = 1 << 16
+_NOT_OWN = (  # where lines of others are: semrl_jax, Python and installed packages
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+    *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+    "<",  # <frozen importlib>
+)
 MAX_SCHEMAS_CHARS = 60_000  # of ASCII, with the weights; they are sent in one message
 
 
@@ -89,7 +97,8 @@ def main() -> int:
                 os.setpgid(0, 0)  # a signal to the group of an episode's parent spares the others
                 fork_under_guard(home)
                 tools.form = tool_format(*order["form"])
-                serve(sockets[0], environment, tools)
+                with contextlib.suppress(ConnectionError):  # it was ended during a call
+                    serve(sockets[0], environment, tools)
                 os._exit(0)
             os.close(sockets[0])
             guards[order["open"]] = pid
@@ -118,7 +127,7 @@ def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, d
     except BaseException as error:  # it is the user's, or a package is missing
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         text = str(error) if isinstance(error, UserError) else error_text(error)
-        reason = " ".join(text.split()).removesuffix(".")
+        reason = " ".join(text.split()).removesuffix(".") + error_place(error)
         raise UserError(
             f"environment.name: {name}({given}) cannot be made: {reason:.300}."
         ) from error
@@ -147,6 +156,22 @@ def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, d
     return environment, found, {**about, "is_self_play": is_self_play}
 
 
+def error_place(error: BaseException) -> str:
+    """ " (FILE:LINE)" of the environment's last line before an exception; "" without one.
+
+    Lines of Python's library and of installed packages do not count: a user looks for their own.
+    """
+    try:
+        files = [
+            f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if not frame.f_code.co_filename.startswith(_NOT_OWN)
+        ]
+    except BaseException:  # of the exception's own methods
+        return ""
+    return f" ({files[-1]})" if files else ""
+
+
 def serve(fd: int, environment: Environment, tools: Toolbox) -> None:
     """Answers the requests of one episode until its socket is closed."""
     own = hidden(fd)
@@ -161,7 +186,7 @@ def serve(fd: int, environment: Environment, tools: Toolbox) -> None:
         except GarbageError as error:
             fields = {"error": error_line("invalid", error)}
         except BaseException as error:
-            fields = {"error": error_line("exception", error_text(error))}
+            fields = {"error": error_line("exception", error_text(error) + error_place(error))}
         if os.getpid() != pid:
             os._exit(0)  # the environment forked, and this is the child
         answer(replies, request, fields)
@@ -193,12 +218,17 @@ def called(
             return value
     if call in ("step", "recall"):
         answers = tools.answers(arguments["message"], max_chars)
-        turn = Turn(tools.form.messages(answers)) if answers else environment.step(**arguments)
+        turn = (
+            Turn(tools.form.messages(answers))
+            if answers
+            else environment.step(arguments["message"])
+        )
         return as_turn(turn, max_chars), [answer.error for answer in answers]
     if call == "reset":
         return _opening(environment, tools, max_chars, **arguments)
     if call == "tasks":
-        return as_tasks(environment.tasks(**arguments), arguments["count"])
+        seed, count = arguments["seed"], arguments["count"]
+        return as_tasks(environment.tasks(seed, count), count)
     pairs = arguments["pairs"]
     return [_opening(environment, tools, max_chars, task, seed) for task, seed in pairs]
 

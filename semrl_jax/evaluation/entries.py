@@ -142,6 +142,8 @@ def _split_options(text: str) -> tuple[str, str]:
     ours = [part for part, is_one in zip(parts, is_ours) if is_one]
     options = [part for part, is_one in zip(parts, is_ours) if not is_one]
     name = ":".join([first.removeprefix(PREFIX), *options])
+    if not name:
+        raise UserError(f"{FIELD}={text!r} names no environment; write {PREFIX}NAME.")
     try:
         check_environment({"name": name})
     except UserError as error:

@@ -27,8 +27,10 @@ AVERAGE = "average"
 SIZES = ("num_problems", "num_samples", "num_not_sampled", "num_benchmarks")
 # Figures of the table, in this order; * stands for a number.
 ACCURACIES = ("greedy_accuracy", "pass@*", "any@*", "mean@*", "maj@*")
-SHOWN = ("responses/mean_length", "responses/truncated_fraction", "responses/empty_fraction")
-
+SHOWN = (
+    "responses/mean_score", "responses/mean_turns", "responses/mean_length",
+    "responses/truncated_fraction", "responses/empty_fraction",
+)  # fmt: skip
 TITLES = {"responses/empty_fraction": "no answer"}
 NO_SPREAD = (
     "±0.0: all problems have the same value, so a bootstrap has no spread. A share that is up to "
@@ -210,7 +212,8 @@ def figure_text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if value is None:
         return "-"
-    scale = 1 if "length" in name or name.endswith("_words") else 100
+    is_share = "length" not in name and not name.endswith(("_words", "mean_score", "mean_turns"))
+    scale = 100 if is_share else 1
     low, high = row[f"{name}_interval"]
     half = "" if low is None else f" ±{scale * (high - low) / 2:.1f}"
     return f"{round(scale * value, 1) + 0.0:.1f}{half}"  # + 0.0: no "-0.0"
@@ -236,6 +239,7 @@ def results_table(found: Results) -> Table:
     table.add_column("benchmark")
     table.add_column("problems x\nsamples", justify="right")
     names = [*main_figures(names_of(found)), *shown_figures(names_of(found), SHOWN)]
+    names = [name for name in names if any(row.get(name) is not None for row in found.values())]
     for name in names:
         table.add_column(column_title(name), justify="right")
     for benchmark, row in found.items():

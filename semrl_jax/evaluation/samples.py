@@ -49,6 +49,11 @@ class Sample(NamedTuple):
     turn_characters: Sequence[int] = ()
     turn_rewards: Sequence[float] = ()
 
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy that are trained on in an episode; 0 without an environment."""
+        return len(self.turn_rewards)
+
 
 COLUMNS = Sample._fields[: Sample._fields.index("metrics")]
 OF_EPISODES = ("turn_characters", "turn_rewards")

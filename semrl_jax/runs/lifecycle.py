@@ -303,9 +303,9 @@ def end(run: Run, line: str) -> None:
         places["model"] = f"{short_path(path / MODEL)}/, for transformers, vLLM and model.path"
         if run.checkpoints.adapter:
             places["adapter"] = f"{short_path(path / ADAPTER)}/, for PEFT and lora.path"
-    policy = f"--policy={short_path(path)}"
+    policy, name = f"--policy={short_path(path)}", run.config.environment.name
     commands = [
-        ["launch.chat", policy],
+        ["launch.chat", policy, *([f"--environment={name}"] if name else [])],
         ["launch.evaluate", policy, f"--output={short_path(path)}-evaluation"],
         ["launch.report", short_path(path), "--serve"],
     ]

@@ -179,7 +179,10 @@ class MultiTurn:
         if not playing:
             return going
         for one in playing:
-            if one.take_answer() or turn == self.max_turns:
+            if one.take_answer():
+                yield one.ended()
+            elif turn == self.max_turns:
+                one.environment.count("out of turns")
                 yield one.ended()
             else:
                 going.append(one)

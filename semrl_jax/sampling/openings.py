@@ -50,15 +50,19 @@ def training_tasks(
     openings = environments.openings(config.seed, count + len(held_out))
     excluded = {_key(opening) for opening in held_out}
     found = [opening for opening in openings if _key(opening) not in excluded][:count]
-    examples = _examples(found, turns, environments.named.label, report)
+    examples = _examples(found, turns, environments.named.label)
+    report(f"{len(examples)} tasks of environment {environments.named.label} to train on")
     limit = config.rollout.max_prompt_tokens
     short = tuple(example for example in examples if len(example.prompt_ids) <= limit)
     if len(short) < least:
+        shortest = min((len(example.prompt_ids) for example in examples), default=0)
+        lengths = f" (at least {shortest}, with the descriptions of tools)" if shortest else ""
         raise UserError(
             f"environment.name: {environments.named.label} made {len(openings)} tasks, of which "
             f"{len(openings) - len(found)} are held out and {len(examples) - len(short)} have more "
-            f"than rollout.max_prompt_tokens={limit} tokens; data.prompts_per_step={least} are "
-            "needed. Change one of these, or evaluation.num_problems."
+            f"than rollout.max_prompt_tokens={limit} tokens{lengths}; "
+            f"data.prompts_per_step={least} are needed. Change one of these, or "
+            "evaluation.num_problems."
         )
     if len(short) < len(examples):
         report(
@@ -82,7 +86,9 @@ def held_out_tasks(
     """
     turns = chat_turns(tokenizer, environments)
     openings = environments.openings(HELD_OUT_SEED, count)
-    return _examples(openings, turns, name or environments.named.label, report)
+    examples = _examples(openings, turns, name or environments.named.label)
+    report(f"{len(examples)} held-out tasks of environment {name or environments.named.label}")
+    return examples
 
 
 def first_answers(
@@ -147,7 +153,6 @@ def _examples(
     openings: Sequence[Opening],
     turns: ChatTurns,
     name: str,
-    report: Callable[[str], None],
 ) -> tuple[data.PromptExample, ...]:
     """Prompts in the order of their tasks; UserError if the chat template refuses one."""
     examples = []
@@ -172,5 +177,4 @@ def _examples(
                 template=data.templates.CHAT,
             )
         )
-    report(f"{len(examples)} tasks of environment {name}")
     return tuple(examples)

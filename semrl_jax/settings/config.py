@@ -107,15 +107,18 @@ def unknown_field(config: ml_collections.ConfigDict, field: str) -> str:
     if places := moved.new_places(field):
         return f"{field} is of an earlier version: {places}."
     section, _, short = field.rpartition(".")
-    inside = [name for name in names if name.rpartition(".")[0] == section]
-    in_order = re.compile(".*".join(map(re.escape, short)))  # lr: learning_rate
+    inside = [name.rpartition(".") for name in names]
+    inside = [name for place, _, name in inside if place == section]
+    letters = re.compile(".*".join(map(re.escape, short)))  # lr: learning_rate
+    of_section = difflib.get_close_matches(short, inside, n=1, cutoff=0.7) or sorted(
+        filter(letters.match, inside), key=len
+    )
     near = (
         [name for name in names if name.endswith(f".{field}")]
         or difflib.get_close_matches(field, names, n=1, cutoff=0.8)
-        or difflib.get_close_matches(field, inside, n=1, cutoff=0.7)
-        or [name for name in inside if in_order.match(name.rpartition(".")[2])]
+        or [f"{section}.{name}" for name in of_section[:1]]
     )
-    hint = f"did you mean {' or '.join(near[:3])}?" if near else "see docs/configuration.md."
+    hint = f"did you mean {' or '.join(near)}?" if near else "see docs/configuration.md."
     return f"{field} is no field of the config; {hint}"
 
 

@@ -228,7 +228,11 @@ def evaluation_line(step: int, scalars: Mapping[str, float]) -> str:
         benchmark, _, name = key.removeprefix("eval/").rpartition("/")
         if name in shown or re.fullmatch(r"(pass|maj)@\d+", name):
             text = f"{shown.get(name, name)} {_short(100 * value):>4}%"
-            lines.setdefault(benchmark, []).append(text)
+        elif name == "mean_turns":
+            text = f"turns {_short(value)}"
+        else:
+            continue
+        lines.setdefault(benchmark, []).append(text)
     return "\n".join(
         fitted(f"eval {step}  {shortened(benchmark, NAME_WIDTH)}", parts)
         for benchmark, parts in lines.items()

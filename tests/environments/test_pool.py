@@ -81,9 +81,10 @@ def wait_until(condition, limit_s=20.0):
         ("many rewards", "invalid: reward has 100 values, more than the 2 turns", "num_invalid"),
         ("odd owner", "invalid: is_own must be a bool, not 'yes'", "num_invalid"),
         ("no number", "invalid: reward must be a number from -1e+09", "num_invalid"),
-        ("odd verdict", "invalid: reward has ['odd'], which are not in the", "num_invalid"),
+        ("odd verdict", "invalid: reward has ['odd'], which the environment", "num_invalid"),
         ("large verdict", "invalid: the weighted sum 2e+09 of the reward is", "num_invalid"),
-        ("none", "invalid: step must return a Turn, not None", "num_invalid"),
+        ("none", "invalid: step must return a Turn or its first three values, no", "num_invalid"),
+        ("as gymnasium", "invalid: step must return a Turn or its first three", "num_invalid"),
         ("silent", "invalid: a turn that is not done needs a message", "num_invalid"),
         ("assistant", "invalid: role must be one of system, user, tool", "num_invalid"),
         ("bytes", r"invalid: content must be a text, not b'\xff'", "num_invalid"),
@@ -110,6 +111,16 @@ def test_prints_and_forks_disturb_nothing(obey, capfd):
     ]  # fmt: skip
     assert answers[-1].turn.reward == 2.0
     assert "noise" not in capfd.readouterr().out
+
+
+def test_episodes_that_are_ended_during_a_call_say_nothing(capfd):
+    with EnvironmentPool(section(f"{USERS}:Vowels")) as environments:
+        for _ in range(20):
+            episodes = [environments.open(opening()) for _ in range(16)]
+            time.sleep(0.01)  # their processes begin
+            for episode in episodes:
+                episode.end()
+    assert capfd.readouterr().err == ""
 
 
 def test_verdicts_are_summed_with_their_weights(obey):
@@ -183,7 +194,8 @@ def test_tasks_are_opened_in_order_with_seeds_of_their_own(obey):
     assert [each.task for each in found] == [{"number": number} for number in range(98)]
     assert found[5]._replace(environment="") == opening(5)
     assert len({each.seed for each in found}) == 98
-    with pytest.raises(UserError, match=r"made no tasks \(exception: ValueError: no reset\)"):
+    line = r"its method reset failed \(exception: ValueError: no reset \(users.py:\d+\)\); it must"
+    with pytest.raises(UserError, match=line):
         obey.openings(seed=3, count=99)
 
 
@@ -311,6 +323,11 @@ def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
         ({"name": f"{USERS}:Undecided"}, r"\(\) cannot be made: ValueError: nobody knows"),
         ({"name": f"{USERS}:NoStep"}, "has no step; an environment is a class with the methods"),
         ({"name": f"{USERS}:Picky"}, r"Picky\(\) cannot be made: OSError: no corpus"),
+        (
+            {"name": f"{USERS}:Exits", "memory_limit_gib": 1.0},
+            r"^environment.name: .*:Exits cannot be made: the process of environments ended, 3 "
+            r"times in a row. .* must not end their process, .*memory_limit_gib=1 is too small, ",
+        ),
         ({"name": "calculator:digit=3"}, r"calculator\(digit=3\) cannot be made: .*unexpected"),
         ({"name": "calculator:digits=30"}, "digits must be from 1 to 9"),
         ({"name": "calculator", "timeout_s": 0.0}, r"environment.timeout_s=0.0 must be above 0"),
@@ -324,7 +341,7 @@ def test_mistakes_are_the_users(fields, message):
 def test_a_home_that_cannot_start_is_named(monkeypatch):
     monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.01)
     with (
-        pytest.raises(RuntimeError, match=r"failed to start 3 times in a row: .*took too long"),
+        pytest.raises(UserError, match=r"took too long, 3 times in a row. .* less than 0.01 s"),
         EnvironmentPool(section("calculator")),
     ):
         pass

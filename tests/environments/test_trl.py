@@ -88,7 +88,8 @@ def test_environment_tools_and_rewards_together():
     ("options", "message"),
     [
         ("", "set environment_factory or train_dataset, which make the prompts"),
-        (f"environment_factory={USERS}:Lamp", "has no attribute 'Lamp'"),
+        (f"environment_factory={USERS}:Lamp", r"has no attribute 'Lamp'\.$"),
+        (f"environment_factory={USERS}.Lamp", r"trl_users.Lamp' must be 'package.module:name'\.$"),
         (f"environment_factory={USERS}:NoReward", "set reward_funcs, or give the class"),
         ("train_dataset=none.jsonl", "FileNotFoundError: .*none.jsonl"),
     ],

@@ -19,17 +19,17 @@ class Vowels:
     def __init__(self, turns=3):
         self.turns, self.left = turns, 0
 
-    def tasks(self, seed, count):
-        numbers = random.Random(seed)
-        return [{"word": f"w{numbers.randrange(10**6)}", "answer": 3} for _ in range(count)]
+    def tasks(self, number, most):  # arguments may have any names
+        numbers = random.Random(number)
+        return [{"word": f"w{numbers.randrange(10**6)}", "answer": 3} for _ in range(most)]
 
     def reset(self, task, seed):
         self.left = self.turns
         return f"Write about {task['word']}."
 
-    def step(self, message):
+    def step(self, action):
         self.left -= 1
-        vowels = sum(message.count(letter) for letter in "aeiou")
+        vowels = sum(action.count(letter) for letter in "aeiou")
         reply = f"{vowels} of {random.randrange(100)}. More!"
         return Turn(reply, reward=vowels / 10, done=not self.left)
 
@@ -101,6 +101,8 @@ class Hostile:
                     file.write(str(os.getpid()))
                 os.kill(os.getppid(), signal.SIGSTOP)
                 time.sleep(3600)
+            case "as gymnasium":
+                return "seen", 1.0, False, False
             case "many":
                 return Turn([{"role": "user", "content": "a" * 100}] * 1_000_000)
             case "many empty":
@@ -240,6 +242,11 @@ class Forks(Hostile):
         if pid := os.fork():
             with open(path, "w") as file:
                 file.write(str(pid))
+
+
+class Exits(Vowels):
+    def __init__(self):
+        os._exit(3)
 
 
 class NoStep:

@@ -131,6 +131,7 @@ def test_an_environment_has_options_and_settings():
         (("x.jsonl:m=1",), "'m' is not a setting of a file; choose from row_format"),
         (("my_package.module:n=2",), "'n' is not a setting of a module"),
         (("gsm8k:n=2:n=3",), "n is set twice"),
+        (("environment:",), "names no environment; write environment:NAME"),
         (("environment:calculators",), "environment.name='calculators' must be 'package.module:"),
         (("environment:calculator:digits=1:digits=2",), "digits is set twice"),
         (("environment:calculator:digits=2:n=0",), "n='0' must be a whole number"),

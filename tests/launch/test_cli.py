@@ -88,7 +88,7 @@ def test_flags_override_fields(parse):
             ["--config.training.num_step=3"],
             "--config.training.num_step is no field of the config; did you mean training.num_s",
         ),
-        (["--config.training.lr=3"], "did you mean training.learning_rate"),
+        (["--config.training.lr=3"], "did you mean training.learning_rate?"),
         (["--config.trainin.num_steps=3"], "did you mean training.num_steps?"),
         (["--noconfig.rewards.shufle"], "did you mean rewards.shuffle?"),
         (["--config.num_steps=3"], "did you mean sft.num_steps or training.num_steps or warm_"),

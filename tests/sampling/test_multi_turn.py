@@ -13,8 +13,9 @@ from semrl_jax.rewards.verdict import episode_verdict
 from semrl_jax.sampling import multi_turn
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.multi_turn import MultiTurn
-from semrl_jax.sampling.openings import training_tasks
+from semrl_jax.sampling.openings import held_out_tasks, training_tasks
 from semrl_jax.sampling.requests import Draw, stream_seed
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan, WeightVersion
 from tests.environments.test_pool import section
 from tests.tiny import tiny_config
@@ -43,6 +44,20 @@ def examples(obey, tokenizer):
     config.evaluation.num_problems = 1
     config.rollout.max_prompt_tokens = 100
     return training_tasks(config, tokenizer, obey[HOSTILE], print).examples
+
+
+def test_tasks_that_are_too_long_are_named_with_their_length(obey, tokenizer):
+    config = tiny_config()
+    config.data.update(num_prompts=2, prompts_per_step=2)
+    config.evaluation.num_problems = 1
+    config.rollout.max_prompt_tokens = 3
+    lines = []
+    with pytest.raises(UserError, match=r"=3 tokens \(at least \d\d, with the desc.*; data"):
+        training_tasks(config, tokenizer, obey[HOSTILE], lines.append)
+    held_out_tasks(obey[HOSTILE], 1, tokenizer, lines.append)
+    assert lines == [
+        "2 tasks of environment Hostile to train on", "1 held-out tasks of environment Hostile",
+    ]  # fmt: skip
 
 
 class Policy:
@@ -203,8 +218,9 @@ def test_caches_are_kept_for_all_turns_but_the_last(obey, examples, tokenizer):
 
 
 def test_the_last_turn_is_rewarded_and_its_answer_left_out(obey, examples, tokenizer):
-    policy = Policy(tokenizer, ended("a", "b", "c"))
+    policy, before = Policy(tokenizer, ended("a", "b", "c")), obey.counters["num_out_of_turns"]
     whole = play(obey, examples, tokenizer, policy, max_turns=2)["0"]
+    assert obey.counters["num_out_of_turns"] == before + 1
     assert tokenizer.decode(whole.response_ids).endswith("b<|im_end|>")
     assert whole.turn_rewards.tolist() == [1.0, 1.0] and whole.finish_reason == "eos"
 

@@ -184,6 +184,11 @@ def test_each_benchmark_has_a_line():
     )
 
 
+def test_the_line_of_an_evaluation_of_episodes_has_their_turns():
+    scalars = {"eval/a/greedy_accuracy": 0.5, "eval/a/mean_turns": 2.25}
+    assert evaluation_line(0, scalars) == "eval 0  a  correct 50.0%  turns 2.2"
+
+
 @pytest.mark.parametrize(
     "seconds, text", [(0.2, "0:00"), (75.0, "1:15"), (3599.4, "59:59"), (3599.6, "1h00")]
 )

@@ -102,6 +102,8 @@ class Environment:
 def _loaded(name: str) -> Any:
     """What "package.module:name" names."""
     module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"{name!r} must be 'package.module:name'")
     return getattr(importlib.import_module(module), attribute)
 
 

@@ -22,14 +22,16 @@ def per_problem(
     """Accuracy, and statistics of the responses.
 
     Returns:
-      `greedy_accuracy` in [0, 1]. Over the sampled responses: `boxed_fraction`, `finished_fraction`
-      (ended by an end or stop token, not by the limit), `mean_score`, and `mean_length` in tokens,
-      also of the correct and the incorrect responses.
+      `greedy_accuracy` in [0, 1]. Over the sampled responses: `finished_fraction` (ended by an end
+      or stop token, not by the limit), `mean_score`, and `mean_length` in tokens, also of the
+      correct and the incorrect responses. Over those without an environment, `boxed_fraction`;
+      over episodes, `mean_turns`.
     """
     samples = [sample for (sample,) in problems]
     correct = np.array([sample.correct for sample in samples], float)
     sampled = np.array([sample.finish_reason != NOT_SAMPLED for sample in samples], float)
     lengths = np.array([sample.num_tokens for sample in samples], float)
+    turns = np.array([sample.num_turns for sample in samples], float)
     finished = [sample.finish_reason in ("eos", "stop") for sample in samples]
 
     def over(weights, values):
@@ -37,9 +39,10 @@ def per_problem(
 
     return {
         "greedy_accuracy": PerProblem(correct, with_error=True),
-        "boxed_fraction": over(sampled, [sample.boxed for sample in samples]),
+        "boxed_fraction": over(sampled * (turns == 0), [sample.boxed for sample in samples]),
         "finished_fraction": over(sampled, finished),
         "mean_score": over(sampled, [sample.score for sample in samples]),
+        "mean_turns": over(sampled * (turns > 0), turns),
         "mean_length": over(sampled, lengths),
         "mean_length_correct": over(sampled * correct, lengths),
         "mean_length_incorrect": over(sampled * (1 - correct), lengths),

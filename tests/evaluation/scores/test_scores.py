@@ -15,6 +15,7 @@ from semrl_jax.evaluation.protocols import Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED
 from semrl_jax.evaluation.scores import (
     best_of_k,
+    greedy,
     lengths,
     majority,
     mean_at_n,
@@ -206,7 +207,7 @@ def test_lengths_of_responses():
             make_sample(0, 1, False, num_tokens=50, finish_reason="length", extracted=" "),
         ],
         [
-            make_sample(1, 0, False, num_tokens=30, finish_reason="stop", extracted="3"),
+            make_sample(1, 0, False, num_tokens=30, finish_reason="stop", extracted="3", score=0.5),
             make_sample(1, 1, False, num_tokens=20, verifier_error="timeout"),
         ],
         [make_sample(2, s, finish_reason=NOT_SAMPLED, num_tokens=0) for s in range(2)],
@@ -217,11 +218,24 @@ def test_lengths_of_responses():
         "responses/mean_length_correct": 10.0,
         "responses/mean_length_wrong": pytest.approx(100 / 3),
         "responses/mean_length_finished": 20.0,
+        "responses/mean_score": 0.375,
         "responses/truncated_fraction": 0.25,
         "responses/boxed_fraction": 0.25,
         "responses/empty_fraction": 0.5,
         "responses/timeout_fraction": 0.25,
     }
+
+
+def test_episodes_have_turns_and_neither_boxes_nor_answers():
+    episode = {"turn_rewards": [0.0, 1.0], "turn_characters": [3, 4]}
+    problems = [[make_sample(0, 0, True, **episode)], [make_sample(1, 0, turn_rewards=[0.5])]]
+    mixed = [*problems, [make_sample(2, 0, boxed=True)]]
+    for module, prefix in ((greedy, ""), (lengths, "responses/")):
+        of_episodes = {k: statistics.mean(v) for k, v in figures(module, problems).items()}
+        assert of_episodes[f"{prefix}mean_turns"] == 1.5
+        assert math.isnan(of_episodes[f"{prefix}boxed_fraction"])
+        of_all = {k: statistics.mean(v) for k, v in figures(module, mixed).items()}
+        assert of_all[f"{prefix}boxed_fraction"] == 1.0
 
 
 @pytest.mark.parametrize(
