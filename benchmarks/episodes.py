@@ -38,6 +38,7 @@ from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.openings import COLUMN
 from semrl_jax.sampling.requests import Draw
+from semrl_jax.support.clock import Clock
 from semrl_jax.types import Rollout, SampleRequest, SamplingParams, WeightVersion
 
 GROUPS, GROUP = 8, 8
@@ -100,7 +101,7 @@ class Bench:
             return self.ask(requests, **(options | {"max_tokens": TOKENS}))
 
         began = time.monotonic()
-        found = list(episodes.play(draw, ask))
+        found = list(episodes.play(draw, ask, Clock()))
         seconds = time.monotonic() - began
         assert all(rollout.num_policy_tokens == TURNS * TOKENS for rollout in found)
         assert not any(rollout.environment_error for rollout in found)

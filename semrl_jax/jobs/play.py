@@ -20,6 +20,7 @@ from semrl_jax.sampling.prompt_sources import check_prompts
 from semrl_jax.sampling.requests import GENERATION, Draw, stream_seed
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import compilation
+from semrl_jax.support.clock import Clock
 from semrl_jax.support.console import Reporter
 from semrl_jax.types import Rollout, SampleRequest
 
@@ -96,7 +97,7 @@ class Shown:
     def counters(self) -> Mapping[str, int]:
         return self.episodes.counters
 
-    def play(self, draw: Draw, ask: Ask) -> Iterator[Rollout]:
+    def play(self, draw: Draw, ask: Ask, clock: Clock) -> Iterator[Rollout]:
         shown = turn = 0
 
         def ask_and_print(requests: Sequence[SampleRequest], **options: Any) -> Iterator[Rollout]:
@@ -110,7 +111,7 @@ class Shown:
                     shown = len(rollout.prompt_ids) + len(rollout.response_ids)
                     yield rollout
 
-        return self.episodes.play(draw, ask_and_print)
+        return self.episodes.play(draw, ask_and_print, clock)
 
     def _print(self, who: str, ids: Sequence[int]) -> None:
         self.print(f"--- {who}")

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from semrl_jax.sampling.requests import Draw
+from semrl_jax.support.clock import Clock
 from semrl_jax.types import Rollout, SampleRequest
 
 
@@ -50,7 +51,7 @@ class Episodes(Protocol):
     @property
     def counters(self) -> Mapping[str, int]: ...
 
-    def play(self, draw: Draw, ask: Ask) -> Iterator[Rollout]:
+    def play(self, draw: Draw, ask: Ask, clock: Clock) -> Iterator[Rollout]:
         """A generator of one rollout per request of the draw, as each ends.
 
         A rollout has the ids, the prompt and the group of its request, and at most
@@ -63,6 +64,7 @@ class Episodes(Protocol):
             and the row of each group's prompt.
           ask: may be called several times. The last token of an answer is the one that ended it.
             The iterator that it returns must be closed, or read to the end.
+          clock: times the waits for environments.
         """
 
 
@@ -72,5 +74,5 @@ class SingleTurn:
     is_divisible = True
     counters: Mapping[str, int] = MappingProxyType({})
 
-    def play(self, draw: Draw, ask: Ask) -> Iterator[Rollout]:
+    def play(self, draw: Draw, ask: Ask, clock: Clock) -> Iterator[Rollout]:
         return ask(draw.requests)

@@ -22,6 +22,7 @@ from semrl_jax.sampling.openings import chat_turns, opening_of
 from semrl_jax.sampling.requests import Draw, stream_seed
 from semrl_jax.sampling.splicing import cut, joined, with_context
 from semrl_jax.settings.rollout import slots_of_replicas
+from semrl_jax.support.clock import Clock
 from semrl_jax.support.isolation import error_line
 from semrl_jax.types import FinishReason, Rollout, SampleRequest
 
@@ -103,7 +104,7 @@ class MultiTurn:
     def counters(self) -> Mapping[str, int]:
         return self.environments.counters
 
-    def play(self, draw: Draw, ask: Ask) -> Iterator[Rollout]:
+    def play(self, draw: Draw, ask: Ask, clock: Clock) -> Iterator[Rollout]:
         lanes = self._dealt(draw.requests)
         for first in range(0, len(lanes), self.num_lanes):
             with contextlib.ExitStack() as stack:
@@ -112,7 +113,9 @@ class MultiTurn:
                 for turn in range(self.max_turns + 1):
                     for i, lane in enumerate(playing):
                         if turn:
-                            lane = yield from self._continued(lane, turn)
+                            with clock("environment_wait"):
+                                over = [one.take_answer() for one in lane]
+                            lane = yield from self._continued(lane, over, turn)
                         playing[i] = yield from self._asked(lane, turn, ask)
 
     def _dealt(self, requests: Sequence[SampleRequest]) -> list[list[SampleRequest]]:
@@ -172,14 +175,16 @@ class MultiTurn:
         return [one for one in playing if one.answer is not None]
 
     def _continued(
-        self, playing: Sequence[_Played], turn: int
+        self, playing: Sequence[_Played], over: Sequence[bool], turn: int
     ) -> Generator[Rollout, None, list[_Played]]:
-        """Waits for the environment's answers; yields those that end, and returns the others."""
+        """Goes on with the environment's answers; yields those that end, and returns the others.
+
+        Args:
+          over: whether the environment has ended each.
+        """
         going = []
-        if not playing:
-            return going
-        for one in playing:
-            if one.take_answer():
+        for one, is_over in zip(playing, over, strict=True):
+            if is_over:
                 yield one.ended()
             elif turn == self.max_turns:
                 one.environment.count("out of turns")

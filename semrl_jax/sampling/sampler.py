@@ -114,18 +114,21 @@ class Sampler:
         Args:
           states: layers and kinds of hidden states that stay in the rollouts, in addition to those
             that are only measured. Their dtype is `hidden_states.dtype` of the config.
-          clock: times the wait for responses.
+          clock: times the waits for responses, for verdicts and for environments.
           verifier: None: the sampler's own.
           arrived: called for each rollout, to show progress.
           distribution: temperature, top_p, top_k, annealing.
         """
         shared = {"stop_strings": stop_strings, "measuring": measuring, "states": states}
         ask = functools.partial(self.generate, **shared, **distribution)
-        rollouts = self.episodes.play(draw, ask)
+        clock = clock or Clock()
+        rollouts = self.episodes.play(draw, ask, clock)
         try:
             with self.sync.stop.interruptible(), contextlib.closing(rollouts):
-                timed = clock.iterate("generate", rollouts) if clock else rollouts
-                return self.score(timed, draw, verifier=verifier, arrived=arrived, **shared)
+                timed = clock.iterate("generate", rollouts)
+                return self.score(
+                    timed, draw, verifier=verifier, arrived=arrived, clock=clock, **shared
+                )
         finally:
             self.sync.client.release()
 
@@ -186,6 +189,7 @@ class Sampler:
         states: HiddenStateParams | None,
         verifier: VerifierPool | None = None,
         arrived: Callable[[Rollout], None] = lambda rollout: None,
+        clock: Clock | None = None,
     ) -> Scored:
         """Responses of a draw with verdicts and metrics, in (group, sample) order."""
         measures_here = measuring is not None and measuring.is_here
@@ -199,6 +203,7 @@ class Sampler:
             measurer=measuring.measurer if measures_here else None,
             keep_states=states is not None,
             arrived=arrived,
+            clock=clock,
         )
 
     def _text(self, rollout: Rollout, stop_strings: Sequence[str]) -> str:

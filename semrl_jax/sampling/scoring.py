@@ -16,6 +16,7 @@ from semrl_jax.metrics.measurer import Measured, Measurer, join_layers
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards.verdict import episode_verdict
+from semrl_jax.support.clock import Clock
 from semrl_jax.support.response_files import METRICS, SCORES, lengths_of_runs
 from semrl_jax.types import TOKEN_ARRAYS, TURN_METRICS, Rollout
 
@@ -219,6 +220,7 @@ def score_and_measure(
     failure_score: float = 0.0,
     keep_states: bool = False,
     arrived: Callable[[Rollout], None] = lambda rollout: None,
+    clock: Clock | None = None,
 ) -> Scored:
     """Consumes a stream of rollouts; returns them scored, in (group, sample) order.
 
@@ -234,6 +236,7 @@ def score_and_measure(
       failure_score: of an episode whose environment failed.
       keep_states: whether to keep the hidden states in memory after measuring.
       arrived: called for each rollout, to show progress.
+      clock: times the wait for verdicts after the last response.
     """
     started = []
     for rollout in rollouts:
@@ -260,17 +263,18 @@ def score_and_measure(
     if measurer is not None:
         measurer.flush()
     started.sort(key=lambda item: (item[0].group_id, item[0].sample_index))
-    scored = Scored.of(
-        [
-            ScoredRollout(
-                rollout,
-                response,
-                reference,
-                verdict if isinstance(verdict, Verdict) else verdict.result(),
-            )
-            for rollout, response, reference, verdict, *_ in started
-        ]
-    )
+    with (clock or Clock())("verify"):
+        scored = Scored.of(
+            [
+                ScoredRollout(
+                    rollout,
+                    response,
+                    reference,
+                    verdict if isinstance(verdict, Verdict) else verdict.result(),
+                )
+                for rollout, response, reference, verdict, *_ in started
+            ]
+        )
     if measurer is None or not scored:
         return scored
     return scored.with_measured(

@@ -11,6 +11,7 @@ from semrl_jax.environments.interface import Turn
 from semrl_jax.environments.journal import Journal, Place, Reply
 from semrl_jax.environments.pool import EnvironmentPool, EnvironmentPools
 from semrl_jax.sampling.openings import training_tasks
+from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import Preempted, UserError
 from tests.environments.test_pool import section
 from tests.sampling.test_multi_turn import Policy, draw_of, ended, episodes_of
@@ -174,7 +175,7 @@ def test_a_draw_that_is_played_again_asks_only_for_the_rest(tmp_path, log):
                 return policy(requests, **options)
 
             episodes = episodes_of(environments, tokenizer, max_turns=3)
-            found = {r.sample_id: r for r in episodes.play(draw_of(examples, 4), ask)}
+            found = {r.sample_id: r for r in episodes.play(draw_of(examples, 4), ask, Clock())}
             return found, environments.counters
 
     def steps():

@@ -26,7 +26,7 @@ class TwoTurns:
     is_divisible = False
     counters = {}  # noqa: RUF012 - has no events
 
-    def play(self, draw, ask):
+    def play(self, draw, ask, clock):
         first = {rollout.sample_id: rollout for rollout in ask(draw.requests)}
         again = []
         for request in draw.requests:  # in the order of the draw, not of arrival

@@ -15,6 +15,7 @@ from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.openings import held_out_tasks, training_tasks
 from semrl_jax.sampling.requests import Draw, stream_seed
+from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan, WeightVersion
 from tests.environments.test_pool import section
@@ -116,7 +117,7 @@ def episodes_of(obey, tokenizer, max_turns=8, max_tokens=LIMIT, **lanes):
 def play(obey, examples, tokenizer, policy, **options):
     """The rollouts by sample id."""
     draw = draw_of(examples, len(policy.left))
-    found = episodes_of(obey, tokenizer, **options).play(draw, policy)
+    found = episodes_of(obey, tokenizer, **options).play(draw, policy, Clock())
     return {rollout.sample_id: rollout for rollout in found}
 
 
@@ -183,7 +184,7 @@ def test_lanes_take_turns(obey, examples, tokenizer, lanes, calls):
     found = []
     for reverse in (False, True):
         policy = Policy(tokenizer, *scripts, reverse=reverse)
-        rollouts = list(episodes_of(obey, tokenizer, **lanes).play(draw, policy))
+        rollouts = list(episodes_of(obey, tokenizer, **lanes).play(draw, policy, Clock()))
         assert ["".join(r.sample_id for r in call) for call in policy.calls] == calls
         found.append({r.sample_id: r.response_ids.tolist() for r in rollouts})
     assert found[0] == found[1] and len(found[0]) == 6
@@ -208,7 +209,7 @@ def test_environments_of_a_lane_answer_during_the_turn_of_another(obey, examples
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multi_turn.Episode, "step", spied)
-        assert len(list(episodes.play(draw_of(examples, 4), ask))) == 4
+        assert len(list(episodes.play(draw_of(examples, 4), ask, Clock()))) == 4
 
 
 def test_caches_are_kept_for_all_turns_but_the_last(obey, examples, tokenizer):
@@ -306,7 +307,7 @@ def test_a_prompt_of_no_environment_is_a_single_turn(obey, examples, tokenizer):
     draw = draw_of(examples, 2)
     plain = dataclasses.replace(draw.requests[1], group_id=7)
     draw = Draw([draw.requests[0], plain], {}, draw.columns)
-    found = {r.sample_id: r for r in episodes_of(obey, tokenizer).play(draw, policy)}
+    found = {r.sample_id: r for r in episodes_of(obey, tokenizer).play(draw, policy, Clock())}
     assert found["1"].turn_rewards is None and len(found["0"].turn_rewards) == 2
 
 
@@ -319,7 +320,7 @@ def test_episodes_that_are_not_played_to_the_end_leave_no_process(
         multi_turn.Episode, "end", lambda self: (ended_episodes.append(self), end(self))
     )
     policy = Policy(tokenizer, ended("end"), ended("a", "b", "end"))
-    found = episodes_of(obey, tokenizer).play(draw_of(examples, 2), policy)
+    found = episodes_of(obey, tokenizer).play(draw_of(examples, 2), policy, Clock())
     with contextlib.closing(found):
         assert next(found).sample_id == "0"
     assert len(set(map(id, ended_episodes))) == 2

@@ -18,8 +18,9 @@ from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
 from semrl_jax.sampling.batch_scalars import batch_scalars
 from semrl_jax.sampling.requests import Draw
-from semrl_jax.sampling.scoring import Scored, score_and_measure
+from semrl_jax.sampling.scoring import UNGRADED, Scored, score_and_measure
 from semrl_jax.sampling.weights import Weights
+from semrl_jax.support.clock import Clock
 from semrl_jax.types import TURN_METRICS, WeightVersion
 from tests.cases import slow_after
 from tests.fixtures import make_scored
@@ -57,6 +58,21 @@ def score(rollouts, num_threads=2, layers=(-1,), **options):
             measurer=measurer,
             **options,
         )
+
+
+def test_the_wait_for_verdicts_is_timed():
+    class Slow:
+        def submit(self, response, reference, row):
+            verdict = concurrent.futures.Future()
+            threading.Timer(0.1, verdict.set_result, [UNGRADED]).start()
+            return verdict
+
+    clock = Clock()
+    score_and_measure(
+        make_rollouts(3), decode=str, references={0: ""}, verifier=Slow(), measurer=None,
+        clock=clock,
+    )  # fmt: skip
+    assert 0.05 < clock.seconds("verify") < 10
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.rewards.verdict import episode_verdict
 from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.openings import first_answers, opening_of, training_tasks
+from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
 from tests.data.test_turns import CONTROLS, FAMILIES, tokenizer_of
 from tests.environments.test_pool import USERS, section
@@ -62,7 +63,7 @@ class Family:
         scripts = scripts(opening.task) if callable(scripts) else scripts
         policy = Policy(self.tokenizer, *[[text + self.end for text in one] for one in scripts])
         draw = draw_of([example] * len(scripts), len(scripts))
-        found = {each.sample_id: each for each in episodes.play(draw, policy)}
+        found = {each.sample_id: each for each in episodes.play(draw, policy, Clock())}
         return example, [found[str(i)] for i in range(len(scripts))]
 
     def parts(self, rollout):

@@ -293,7 +293,8 @@ function head() {
   const kinds = new Set(figures.runs.flatMap((run) => run.events.map((event) => event.kind)));
   byId("kinds").textContent = kinds.size ?
     `events (${[...kinds].map((kind) => `${symbolOf(kind)[1]} ${kind}`).join(", ")})` : "events";
-  byId("notes").replaceChildren(...figures.notes.map((note) => make("p", "", note)));
+  const notes = [...figures.pace.filter(Boolean), ...figures.notes];
+  byId("notes").replaceChildren(...notes.map((note) => make("p", "", note)));
   byId("runs").replaceChildren(...(several() ? figures.runs.map((run, r) => {
     const box = make("input", ""), dot = make("span", "dot");
     box.type = "checkbox";

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import html
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from semrl_jax.pages.html import content_policy, data_element, filled, shortened
 from semrl_jax.pages.report import reading, several_runs
-from semrl_jax.pages.report.panels import panels_of
+from semrl_jax.pages.report.panels import STAGES, panels_of
 from semrl_jax.pages.report.reading import RunLog
 from semrl_jax.pages.report.recorded_responses import samples
 from semrl_jax.support.safe_files import replacing
 
 MAX_KEYS = 12  # named in a note
 MAX_KEY = 80  # characters
+MAX_STAGES, LEAST_SHARE = 4, 0.02  # of the sentence about a step
 _HERE = pathlib.Path(__file__).parent
 
 
@@ -41,6 +42,7 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
             names = ", ".join(shortened(key, MAX_KEY) for key in unknown[:MAX_KEYS])
             rest = f" and {len(unknown) - MAX_KEYS} more" if len(unknown) > MAX_KEYS else ""
             notes.append(f"{run.name}: not a finite number at any step: {names}{rest}.")
+        stage_means = reading.stage_means(run.rows)
         rows = reading.thinned(run.rows)
         if len(rows) < len(run.rows):
             notes.append(
@@ -55,7 +57,7 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
                 "steps": [row["step"] for row in rows],
                 "series": reading.series(rows),
                 # Not of the thinned rows: evaluations are a larger part of them.
-                "stage_means": reading.stage_means(run.rows),
+                "stage_means": stage_means,
                 "events": reading.events(run),
                 "starts": run.starts,
                 "versions": _texts(run.record.get("versions")),
@@ -70,10 +72,25 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
         "title": ", ".join(run.name for run in runs),
         "runs": shown,
         "panels": [panel._asdict() | {"keys": list(panel.keys.items())} for panel in varied],
+        "pace": [pace_text(run["name"], run["stage_means"]) for run in shown],
         "notes": notes,
         "settings": reading.settings_table(runs),
         "paired": several_runs.paired(runs, notes) if len(runs) > 1 else [],
     }
+
+
+def pace_text(name: str, stage_means: Mapping[str, float]) -> str:
+    """What a mean step of a run waits for, in one sentence; "" if nothing is known of it."""
+    total = sum(stage_means.values())
+    if not total:
+        return ""
+    longest = sorted(stage_means.items(), key=lambda stage: -stage[1])[:MAX_STAGES]
+    parts = [
+        f"{STAGES[key]} {100 * seconds / total:.0f} %"
+        for key, seconds in longest
+        if seconds >= LEAST_SHARE * total
+    ]
+    return f"{name}: a step takes {total:.3g} s: {', '.join(parts)}."
 
 
 def _texts(value: Any) -> dict[str, str]:

@@ -51,10 +51,13 @@ def _by_correctness(key: str) -> dict[str, str]:
 
 # The parts of time/step_s that exclude each other, in the order of a step. `OTHER` is the rest.
 OTHER = "time/other_s"
+OF_SAMPLING = ("time/environment_wait_s", "time/verify_s")  # parts of time/sample_s in the log
 STAGES = {
     "time/sync_weights_s": "sync weights",
     "time/evaluate_s": "evaluate",
     "time/sample_s": "sample",
+    "time/environment_wait_s": "wait for environments",
+    "time/verify_s": "wait for verifiers",
     "time/reward_model_s": "reward model",
     "time/old_logprobs_s": "log-probs",
     "time/ref_logprobs_s": "log-probs of the reference",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from configs.default import get_config
 from semrl_jax.pages.html import rounded
-from semrl_jax.pages.report.panels import OTHER, STAGES
+from semrl_jax.pages.report.panels import OF_SAMPLING, OTHER, STAGES
 from semrl_jax.settings.moved import with_present_names
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
@@ -145,6 +145,13 @@ def series(rows: Sequence[Row]) -> dict[str, list[float | None]]:
     found = {
         key: [_number(row.get(key)) for row in rows] for key in keys if key not in ("step", OTHER)
     }
+    for part in OF_SAMPLING:
+        if part in found and "time/sample_s" in found:
+            pairs = zip(found["time/sample_s"], found[part])
+            found["time/sample_s"] = [
+                whole if None in (whole, wait) else rounded(max(0.0, whole - wait), DIGITS)
+                for whole, wait in pairs
+            ]
     if "time/step_s" in found:
         parts = [found[key] for key in STAGES if key in found]
         totals = found["time/step_s"]

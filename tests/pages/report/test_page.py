@@ -66,6 +66,19 @@ def test_the_page_has_the_curves_responses_and_settings(run):
     assert settings["training.num_steps"] == ["160", "3"]
 
 
+def test_a_sentence_says_what_a_step_waits_for(config, tmp_path):
+    run = make_run(tmp_path / "slow", config)
+    for row in range(12, 24):
+        waits = {"time/sample_s": 2.0, "time/verify_s": 1.5, "time/environment_wait_s": 0.25}
+        add_row(run, row, waits | {"time/step_s": 2.0})
+    (log,) = reading.read_runs([run])
+    of_last = {key: values[-1] for key, values in reading.series(log.rows).items()}
+    assert of_last["time/sample_s"] == 0.25 and of_last["time/verify_s"] == 1.5
+    (pace,) = page.figures([log])["pace"]
+    assert re.fullmatch(r"slow: a step takes [\d.]+ s: (.+ \d+ %, )+.+ \d+ %\.", pace)
+    assert "wait for verifiers" in pace and page.pace_text("a", {}) == ""
+
+
 def test_events_have_their_step_and_extent(run):
     found = reading.events(*reading.read_runs([run]))
     assert [tuple(event.values()) for event in found] == [
