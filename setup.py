@@ -15,6 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["semrl_jax*", "configs*", "launch*"]),
+    entry_points={"console_scripts": ["semrl = launch.__main__:main"]},
     package_data={
         "semrl_jax.evaluation": ["problem_page.html"],
         "semrl_jax.jobs": ["view.html"],

@@ -40,6 +40,7 @@ _NARROW = {  # 80 columns
     "token_entropy": "entropy", "mean_logprob": "logprob", "count_entropy": "count ent.",
     "elliptical_novelty": "novelty",
 }  # fmt: skip
+MIN_DRAWN = 5  # prompts; the quantiles of fewer say little
 
 
 class StudyCorrelation(NamedTuple):
@@ -51,7 +52,8 @@ class StudyCorrelation(NamedTuple):
         "equal length" is the partial correlation: of what a line in the length does not explain.
       num_responses, num_prompts: that have both measures.
       r: NaN below three responses, or if a measure is constant.
-      low, high: 2.5 % and 97.5 % quantiles of the bootstrap.
+      low, high: 2.5 % and 97.5 % quantiles of the bootstrap; NaN if it has fewer than MIN_DRAWN
+        prompts to draw from.
     """
 
     x: str
@@ -124,7 +126,7 @@ def correlation(
         moments.append(np.tensordot(times.astype(float), sums, axes=1))
     moments = np.concatenate(moments)
     values = _pearson(moments, partial=subset == EQUAL_LENGTH)
-    low, high = interval(values[1:])
+    low, high = interval(values[1:]) if len(sums) >= MIN_DRAWN else (math.nan, math.nan)
     return StudyCorrelation(x, y, subset, counted, num_prompts, float(values[0]), low, high)
 
 
@@ -189,10 +191,13 @@ def summary(measured: Measured, found: Sequence[StudyCorrelation], source: str) 
     lines = [Text(f"{source}: {title}"), means]
     if pairs:
         names = (f"{_NARROW.get(x, short(x))}, {short(y)}" for x, y in pairs)
-        by_subset = _table(["r, 95 % interval", *names])
+        by_subset = _table(["r, 95 % interval", "prompts", *names])
         for subset in SUBSETS:
+            of_subset = [by_pair[(*pair, subset)] for pair in pairs]
             by_subset.add_row(
-                subset, *(with_interval(by_pair[(*pair, subset)], empty="-") for pair in pairs)
+                subset,
+                str(max(c.num_prompts for c in of_subset)),
+                *(with_interval(c, empty="-") for c in of_subset),
             )
         lines.append(by_subset)
     missing = [name for name in (*table, *measured.prompts) if _all_missing(measured, name)]
@@ -219,11 +224,11 @@ def _all_missing(measured: Measured, name: str) -> bool:
 
 
 def with_interval(c: StudyCorrelation, *, empty: str) -> str:
-    """Such as "0.31 [0.12,0.47]"."""
+    """Such as "0.31 [0.12,0.47]"; without an interval that is not known."""
     if math.isnan(c.r):
         return empty
     r, low, high = (f"{value + 0.0:.2f}".replace("-0.00", "0.00") for value in c[-3:])
-    return f"{r} [{low},{high}]"
+    return r if math.isnan(c.low) else f"{r} [{low},{high}]"
 
 
 def short(name: str) -> str:

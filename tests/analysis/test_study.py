@@ -208,6 +208,14 @@ def test_copies_of_responses_are_no_new_evidence():
     assert alone.high - alone.low < 0.5 * (ten.high - ten.low)
 
 
+@pytest.mark.parametrize("num_prompts, has_one", [(2, False), (4, False), (5, True)])
+def test_few_prompts_have_no_interval(num_prompts, has_one):
+    found = study.correlation(table_of(num_prompts=num_prompts, size=8), "x", "y")
+    assert found.num_prompts == num_prompts and not math.isnan(found.r)
+    assert [math.isnan(found.low), math.isnan(found.high)] == [not has_one] * 2
+    assert ("[" in study.with_interval(found, empty="")) is has_one
+
+
 def test_the_interval_covers_the_true_correlation(monkeypatch):
     monkeypatch.setattr(study, "NUM_DRAWS", 300)
     rng = np.random.default_rng(1)

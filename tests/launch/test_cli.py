@@ -219,6 +219,20 @@ def test_the_commands_are_listed():
         assert "cli.run(" in (ROOT / "launch" / f"{name}.py").read_text()
 
 
+def test_one_name_runs_every_command():
+    def run(*arguments):
+        command = [sys.executable, "-m", "launch", *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    listed = run()
+    assert listed.returncode == 0 and "  semrl train " in listed.stdout
+    wrong = run("trian")
+    assert wrong.returncode == 2 and "'trian' is no command; did you mean 'train'?" in wrong.stderr
+    ran = run("train", "--config=configs/grpo.py", "--config.training.lr=1", "--workdir=x")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("python -m launch.train: --config.training.lr is no field")
+
+
 def test_a_missing_flag_is_named_with_an_example(parse, monkeypatch):
     with pytest.raises(UserError, match=r"--config is needed, such as --config=configs/quicks"):
         parse()
