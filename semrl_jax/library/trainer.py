@@ -268,7 +268,7 @@ def _as_row(name: str, number: int, row: Mapping[str, Any] | str) -> dict[str, A
 
 
 def _handlers() -> dict[int, Any]:
-    """Of the signals that a run handles."""
+    """The handlers of the signals that a run handles."""
     return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
 

@@ -138,7 +138,7 @@ def train(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) 
 def train_steps(
     config: ml_collections.ConfigDict, workdir: str, quiet: bool = False
 ) -> Generator[tuple[StepResult, dict[str, float]], None, int]:
-    """As `train`; yields every step after it is recorded, and its row of the log.
+    """Trains as `train` does; yields every step after it is recorded, and its row of the log.
 
     Closing the generator ends the run as a signal does.
     """

@@ -13,7 +13,7 @@ from tests.cases import slow_after
 from tests.launch.conftest import ROOT, TINY, environment, run, start
 
 MISTAKES = {
-    "unknown field": (["--config.foo=1"], "has no field 'foo' where"),
+    "unknown field": (["--config.foo=1"], "--config.foo is no field of the config"),
     "unknown flag": (["--foo=1"], "--foo is unknown; see --help"),
     "stray word": (["foo"], "'foo' is not a flag"),
     "contradictory sizes": (["--config.training.responses_per_step=7"], "is derived"),

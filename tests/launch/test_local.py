@@ -188,7 +188,7 @@ def test_mistake_of_the_trainer_keeps_its_exit_code(tmp_path: pathlib.Path):
     )  # fmt: skip
     assert result.returncode == 2
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("[0] python -m launch.train: the config has no field 'nothing'")
+    assert lines[0].startswith("[0] python -m launch.train: --config.nothing is no field of")
     assert not (tmp_path / "run").exists()
 
 
