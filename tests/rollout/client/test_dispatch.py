@@ -7,12 +7,12 @@ import types
 import pytest
 
 from semrl_jax.rollout.client.dispatch import _Dispatcher
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import Counters, Waits
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support import compilation
 from tests.rollout.conftest import make_requests
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FakeEngine
 
 
