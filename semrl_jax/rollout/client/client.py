@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from semrl_jax.rollout.client.broadcast import Ended, hand_over, send_weights
-from semrl_jax.rollout.client.dispatch import dispatch
+from semrl_jax.rollout.client.dispatch import Dispatcher
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import (
     Counters,
@@ -103,7 +103,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._attempt_id = attempt_id
         self._waits = Waits(**waits)
         self._counters = Counters()
-        self._homes: dict[int, int] = {}  # see `dispatch`
+        self._homes: dict[int, int] = {}  # see `Dispatcher`
         self._expected: dict[str, str | int] = {}
         self._token = token
         self._authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
@@ -316,17 +316,19 @@ class RolloutClient(contextlib.AbstractContextManager):
                     return version  # as another call has done
                 return resync()
 
-        return dispatch(
+        dispatcher = Dispatcher(
             call,
             lambda: self._replicas,
             self._counters,
             self._waits,
             self._closed,
-            groups_per_call=groups_per_call,
-            homes=self._homes,
-            resync=resync and resync_once,
-            restore=restore if read and self._specs else None,
+            groups_per_call,
+            resync and resync_once,
+            restore if read and self._specs else None,
+            self._homes,
         )
+        with contextlib.closing(dispatcher):
+            yield from dispatcher.run()
 
     def release(self) -> None:
         """Frees what a replica of this process keeps. Others keep it until new weights come."""
@@ -446,7 +448,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         if not replicas:
             self._report("", "none of the replicas named can be used; the present ones stay.")
             return
-        for replica in [r for r in self._leaving if not r.load.is_busy]:
+        for replica in [r for r in self._leaving if not r.load.num_calls]:
             self._leaving.remove(replica)
             replica.close()
         for replica in [r for r in self._replicas if r not in replicas]:

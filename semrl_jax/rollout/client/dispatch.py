@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import queue
@@ -63,43 +62,6 @@ def split_into_calls(
     ]
 
 
-def dispatch(
-    call: GenerateCall,
-    replicas: Callable[[], Sequence[Replica]],
-    counters: Counters,
-    waits: Waits,
-    client_closed: threading.Event,
-    *,
-    groups_per_call: int = 0,
-    homes: dict[int, int] | None = None,
-    resync: Callable[[], WeightVersion] | None = None,
-    restore: Callable[[Replica, threading.Event, threading.Lock], None] | None = None,
-) -> Iterator[Rollout]:
-    """Yields every requested response once, as `RolloutClient.generate` describes.
-
-    Args:
-      replicas: returns the present replicas; a sync within `resync` may change them.
-      homes: by group, the number of the replica that keeps its caches; a call that keeps adds its
-        groups. Only without `groups_per_call`.
-      restore: gives the weights of the call to one replica, which it sets aside if that fails. It
-        runs in a thread, during the other replicas' calls. It reads the weights while it holds the
-        lock, and ends soon after the event is set.
-    """
-    dispatcher = _Dispatcher(
-        call,
-        replicas,
-        counters,
-        waits,
-        client_closed,
-        groups_per_call,
-        resync,
-        restore,
-        {} if homes is None else homes,
-    )
-    with contextlib.closing(dispatcher):
-        yield from dispatcher.run()
-
-
 @dataclasses.dataclass(eq=False)
 class _Unit:
     """Requests of one call, which may be asked for several times.
@@ -115,10 +77,18 @@ class _Unit:
 
 
 @dataclasses.dataclass(eq=False)
-class _Dispatcher:
+class Dispatcher:
     """Hands out units to free replicas; others take over those of a replica that fails.
 
     Without `groups_per_call`, every replica gets one unit of an equal part of the requests.
+
+    Args:
+      find_replicas: returns the present replicas; a sync within `resync` may change them.
+      restore: gives the weights of the call to one replica, which it sets aside if that fails. It
+        runs in a thread, during the other replicas' calls. It reads the weights while it holds the
+        lock, and ends soon after the event is set.
+      homes: by group, the number of the replica that keeps its caches; a call that keeps adds its
+        groups. Only without `groups_per_call`.
     """
 
     _call: GenerateCall
@@ -152,6 +122,7 @@ class _Dispatcher:
         self._deadline = time.monotonic() + self._waits.generate_timeout_s
 
     def run(self) -> Iterator[Rollout]:
+        """Yields every requested response once, as `RolloutClient.generate` describes."""
         self._divide()
         longest_s = min(0.5, self._waits.stall_timeout_s / 4, self._waits.progress_every_s)
         last_report = time.monotonic()
@@ -307,7 +278,7 @@ class _Dispatcher:
         if not self._groups_per_call:
             return float("inf")
         quick = [r for r in usable if r not in self._overtaken]
-        return self._take_over([r for r in quick if not r.load.is_busy], now)
+        return self._take_over([r for r in quick if not r.load.num_calls], now)
 
     def _take_over(self, idle: Sequence[Replica], now: float) -> float:
         """Asks idle replicas for slow units; returns the seconds until the next unit is slow."""

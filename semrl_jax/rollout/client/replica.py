@@ -87,12 +87,16 @@ class Counters:
 
 
 class Load:
-    """Counts what a replica does; several threads may use it."""
+    """Counts what a replica does; several threads may use it.
+
+    Attributes:
+      num_calls: running now.
+    """
 
     def __init__(self):
         self._lock = threading.Lock()
         self._figures = Figures()
-        self._num_calls = 0
+        self.num_calls = 0
         self._busy_since = 0.0
 
     @property
@@ -100,29 +104,20 @@ class Load:
         """The totals so far, those of running calls included."""
         with self._lock:
             found = self._figures
-            if self._num_calls:
+            if self.num_calls:
                 found = found._replace(busy_s=found.busy_s + time.monotonic() - self._busy_since)
             return found
 
-    @property
-    def is_busy(self) -> bool:
-        return self._num_calls > 0
-
-    @property
-    def num_calls(self) -> int:
-        """Running now."""
-        return self._num_calls
-
     def begin(self) -> None:
         with self._lock:
-            if not self._num_calls:
+            if not self.num_calls:
                 self._busy_since = time.monotonic()
-            self._num_calls += 1
+            self.num_calls += 1
 
     def end(self) -> None:
         with self._lock:
-            self._num_calls -= 1
-            if not self._num_calls:
+            self.num_calls -= 1
+            if not self.num_calls:
                 self._count(busy_s=time.monotonic() - self._busy_since)
 
     def add(self, num_tokens: int) -> None:

@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,6 +28,9 @@ from semrl_jax.rollout.wire.auth import (
 )
 from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
+
+if TYPE_CHECKING:
+    from semrl_jax.rollout.server.prometheus import MetricsServer
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ class RolloutServer:
     _service: RolloutService
     _server: grpc.aio.Server
     _health: health.aio.HealthServicer
-    _close_metrics: Callable[[], None]
+    _metrics: MetricsServer | None
 
     def __post_init__(self):
         self._watch = asyncio.create_task(self._watch_engine())
@@ -69,7 +73,8 @@ class RolloutServer:
         self._watch.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-        await asyncio.to_thread(self._close_metrics)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
         self._engine.close()
 
     async def _watch_engine(self) -> None:
@@ -85,10 +90,6 @@ class RolloutServer:
                 await asyncio.wait_for(dead.wait(), _CHECK_S)
         for name in ("", codec.SERVICE_NAME):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-
-
-def _nothing() -> None:
-    """Closes nothing: a server without metrics."""
 
 
 async def serve(
@@ -131,18 +132,18 @@ async def serve(
     service = RolloutService(
         engine, replica_id=replica_id, in_flight=in_flight, stall_timeout_s=stall_timeout_s
     )
-    close_metrics: Callable[[], None] = _nothing
+    metrics = None
     if metrics_port:
         from semrl_jax.rollout.server.prometheus import MetricsServer
 
         tls = {"tls_certificate": tls_certificate, "tls_key": tls_key}
-        close_metrics = MetricsServer(
+        metrics = MetricsServer(
             service.counts,
             service.description,
             host=_plain(metrics_host),
             port=metrics_port,
             **({} if is_loopback(metrics_host) else tls),
-        ).close
+        )
     await engine.start()
     health_servicer = health.aio.HealthServicer()
     server = grpc.aio.server(
@@ -165,9 +166,7 @@ async def serve(
     await server.start()
     for name in ("", codec.SERVICE_NAME):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return RolloutServer(
-        f"{target}:{bound}", engine, service, server, health_servicer, close_metrics
-    )
+    return RolloutServer(f"{target}:{bound}", engine, service, server, health_servicer, metrics)
 
 
 def serve_until_signal(

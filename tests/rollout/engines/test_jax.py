@@ -649,8 +649,8 @@ def test_parts_of_a_call_give_the_tokens_of_the_whole(policy, params):
     for rollout in whole:
         found = parts[rollout.sample_id]
         np.testing.assert_array_equal(found.response_ids, rollout.response_ids)
-        # Products of other numbers of rows, some with the kernel on the left: sums in another order,
-        # 3.4e-5 apart.
+        # Products of other numbers of rows, some with the kernel on the left: sums in another
+        # order, 3.4e-5 apart.
         for field in ("rollout_logprobs", "hidden_states"):
             np.testing.assert_allclose(
                 getattr(found, field), getattr(rollout, field), rtol=1e-4, atol=5e-5
