@@ -21,6 +21,23 @@ from semrl_jax.types import HiddenStateParams
 SAMPLING = ("temperature", "top_p", "top_k")  # in config.rollout and in config.evaluation
 STATE_KINDS = ("decode", "prefill")
 NO_FIELDS: Mapping[str, Any] = {}
+Fields = Mapping[str, tuple[str, str, str]]  # field of the config, kind and help, by flag
+# Flags of every command that samples.
+OF_SAMPLING: Fields = {
+    "top_k": ("evaluation.top_k", "integer", "default 0: all tokens"),
+    "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
+    "engine": ("rollout.engine", "string", "jax or vllm"),
+    "seed": ("seed", "integer", "of the sampling"),
+}
+flags.disclaim_key_flags()  # those that `define_flags` defines are of the command
+
+
+def define_flags(fields: Fields) -> dict[str, flags.FlagHolder]:
+    """Defines a flag for each of these fields of the config."""
+    return {
+        name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
+        for name, (field, kind, text) in fields.items()
+    }
 
 
 def config_of_policy() -> bool:
@@ -53,14 +70,11 @@ def first_run(arguments: list[str]) -> pathlib.Path | None:
 
 
 def fields_of_flags(
-    fields: Mapping[str, tuple[str, str, str]],
-    values: Mapping[str, Any],
-    overridden: Collection[str],
+    fields: Fields, values: Mapping[str, Any], overridden: Collection[str]
 ) -> dict[str, Any]:
     """Values by field of the config.
 
     Args:
-      fields: field, kind and help of each flag.
       values: of the flags; None if not given.
       overridden: fields that a flag --config.FIELD sets.
 
@@ -78,7 +92,7 @@ def fields_of_flags(
 
 
 def chosen_fields(
-    fields: Mapping[str, tuple[str, str, str]],
+    fields: Fields,
     values: Mapping[str, Any],
     defaults: Mapping[str, Any],
     fixed: Mapping[str, Any] = NO_FIELDS,
@@ -86,7 +100,7 @@ def chosen_fields(
     """Values by field of the config: of the flags, else the defaults of the command.
 
     Args:
-      fields, values: as in `fields_of_flags`.
+      values: as in `fields_of_flags`.
       defaults: for fields that no flag sets.
       fixed: fields that have no meaning in the command; it sets them itself.
 
@@ -117,9 +131,7 @@ def values_of(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
     return {name: holder.value for name, holder in holders.items()}
 
 
-def short_flags(
-    fields: Mapping[str, tuple[str, str, str]], values: Mapping[str, Any]
-) -> dict[str, str]:
+def short_flags(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:
     """The flag that was given, by the field of the config that it sets; as `fields_of_flags`."""
     return {fields[name][0]: name for name, value in values.items() if value is not None}
 

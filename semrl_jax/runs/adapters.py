@@ -22,7 +22,7 @@ class AdapterRecord(NamedTuple):
     """What a checkpoint of adapters says about them and their base.
 
     Attributes:
-      base: how the base is named: a hub id or a directory.
+      base: its name: a hub id as the user gave it, else the absolute directory.
       base_sample: identifies its weights, see `peft.base_sample`.
       base_dtype: that it was trained with.
       modules, rank, alpha, rank_stabilized: as in `models.Lora`.
@@ -41,9 +41,11 @@ class AdapterRecord(NamedTuple):
         cls, lora: models.Lora, path: str, directory: pathlib.Path, base_dtype: str
     ) -> AdapterRecord:
         """The record of adapters upon the model in `directory`, which the user named `path`."""
-        name = base_name(path, directory)
+        is_hub_id = path and not pathlib.Path(path).is_dir()
+        name = path if is_hub_id else str(directory.absolute())
         sample = peft.base_sample(directory)
-        return cls(name, sample, base_dtype, lora.modules, *_options(lora))
+        options = lora.modules, lora.rank, lora.alpha, lora.rank_stabilized
+        return cls(name, sample, base_dtype, *options)
 
     @property
     def lora(self) -> models.Lora:
@@ -52,12 +54,6 @@ class AdapterRecord(NamedTuple):
     def meta(self) -> dict[str, Any]:
         """For the meta data of a checkpoint."""
         return {META: self._asdict() | {"modules": list(self.modules)}}
-
-
-def base_name(path: str, directory: pathlib.Path) -> str:
-    """How an adapter names its base: a hub id as it is, else the absolute directory."""
-    is_hub_id = path and not pathlib.Path(path).is_dir()
-    return path if is_hub_id else str(directory.absolute())
 
 
 def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:
@@ -85,13 +81,6 @@ def check_base(folder: pathlib.Path, record: AdapterRecord, directory: pathlib.P
             f"checkpoint {folder} has adapters of {record.base}, but the weights in {directory} "
             "are others; restore the weights that the run began with."
         )
-
-
-def restore_adapter(
-    folder: pathlib.Path, record: AdapterRecord, policy: models.Policy
-) -> models.Params:
-    """The adapters of a valid checkpoint; raises as `restore_params`."""
-    return restore_params(folder, record.lora.shapes(policy.shapes()))
 
 
 def restore_policy(
@@ -135,7 +124,3 @@ def check_resumed(meta: Mapping[str, Any], own: AdapterRecord | None, folder: pa
             f"checkpoint {folder} has adapters of {there['base']}, whose weights are not those of "
             f"{own.base}; restore the weights that the run began with."
         )
-
-
-def _options(lora: models.Lora) -> tuple[int, float, bool]:
-    return lora.rank, lora.alpha, lora.rank_stabilized

@@ -20,7 +20,7 @@ from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.consistency import check_same
-from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
+from semrl_jax.runs.export import ADAPTER, MODEL, save_trained
 from semrl_jax.runs.profiling import profiled
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import OpenRun, open_run
@@ -41,16 +41,12 @@ Opened = TypeVar("Opened")
 EXIT_NOT_SAVED = EXIT_FAILED = 1
 EXIT_MISTAKE = 2
 EXIT_PREEMPTED = 75
-MODEL = "model"  # Hugging Face directory of a finished run
 
 
 def join_others(
     config: ml_collections.ConfigDict, environ: Mapping[str, str], quiet: bool = False
 ) -> tuple[Peers, Reporter]:
     """The processes of this job, and a reporter that prints only in process 0.
-
-    Args:
-      quiet: of the reporter.
 
     Raises:
       UserError: if a process cannot be reached, or `distributed.phase_timeout_s` is too small.
@@ -143,11 +139,8 @@ def start(
     """Joins the processes, opens the directory and the run, and works; see `train`.
 
     Args:
-      config: of the run.
-      workdir: the directory of the run.
       open_: makes the parts of the run, as `open_run` does.
       work: gets the config and these parts; returns the exit code.
-      quiet: see `train`.
     """
     validate(config)
     check_trackers(config.logging)
@@ -249,13 +242,9 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     if run.answers is not None:
         run.answers.end()
     if dtype := config.training.export:
-        policy, peers = opened.learner.policy, opened.learner.peers
-        model = directory.path / MODEL
-        whole = opened.learner.whole(state.params)
-        save_model(model, whole, policy.config, run.tokenizer, opened.start, peers, dtype)
-        if record := run.checkpoints.adapter:
-            beside = directory.path / ADAPTER
-            save_adapter(beside, state.params, record, policy.config, opened.start, peers)
+        learner, start = opened.learner, opened.start
+        architecture = learner.policy.config
+        save_trained(run, state.params, learner.base, architecture, start, learner.peers, dtype)
     end(run, f"done: {num_steps} steps")
     return 0
 

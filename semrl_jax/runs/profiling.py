@@ -20,9 +20,7 @@ def profiled(
     written when its last step ends, or when the training ends before that.
 
     Args:
-      results: of `run_steps`.
       first_step: the number of the first result.
-      steps: to record; empty: none.
       directory: where `plugins/profile/<time>/` is made.
     """
     options = jax.profiler.ProfileOptions()

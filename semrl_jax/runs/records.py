@@ -29,8 +29,6 @@ class MetricWriter:
     may have had an evaluation only. A step that is repeated has the same numbers.
 
     Args:
-      workdir: of the run.
-      first_step: of this start.
       trackers: TensorBoard in the workdir if not given; closed with the file.
     """
 
@@ -114,7 +112,6 @@ def write_rollouts(
 
     Args:
       directory: rollouts/ of a run.
-      step: of the weights that sampled the responses.
       text: converts token ids to text with special tokens.
       benchmarks: benchmark of each response of an evaluation; None: training responses.
     """

@@ -112,14 +112,19 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
     config_file = directory / "config.json"
-    made, lock = _make_and_lock(path, directory, settings)
-    try:
+    with contextlib.ExitStack() as stack:
+        with _named_errors(path):
+            _check_contents(path, directory, settings)  # before anything is made
+            made = tuple(d for d in (directory, *directory.parents) if not d.exists())
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(directory / ".lock", "a", opener=through_no_link))
+        _lock(path, lock)
         if resumed := config_file.exists():
             record = _read_record(config_file)
         else:
             record = {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
             write_json(config_file, record)
-        return Workdir(
+        opened = Workdir(
             path=directory,
             run_id=record["run_id"],
             attempt_id=secrets.token_hex(8),
@@ -128,9 +133,8 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
             lock=lock,
             made=made,
         )
-    except BaseException:
-        lock.close()
-        raise
+        stack.pop_all()  # the lock lasts as long as the run
+        return opened
 
 
 def check_early(path: str, config: ml_collections.ConfigDict) -> None:
@@ -191,23 +195,6 @@ def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[
             "new directory."
         )
     return ()
-
-
-def _make_and_lock(
-    path: str, directory: pathlib.Path, settings: Any
-) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
-    """Checks the directory before it makes anything; returns the new directories and the lock."""
-    with _named_errors(path):
-        _check_contents(path, directory, settings)
-        made = tuple(d for d in (directory, *directory.parents) if not d.exists())
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "a", opener=through_no_link)  # noqa: SIM115 - for the run
-    try:
-        _lock(path, lock)
-    except UserError:
-        lock.close()
-        raise
-    return made, lock
 
 
 def _lock(path: str, file: IO[str]) -> None:
