@@ -85,7 +85,13 @@ def main() -> int:
     path = pathlib.Path(INPUT.value or download(name, source.file.format(split=SPLIT.value)))
     if os.path.exists(output) and os.path.exists(path) and output.samefile(path):
         raise UserError(f"--output={output} is the input; name another file.")
-    rows, num_bad_rows = read_valid_rows(path, name)
+    reader = data.row_reader(source.row_format, answer_after=source.answer_after)
+    # SimpleRL-Zoo's rows are kept whole. From other sets, only the fields needed are read.
+    whole = source.row_format == "simplerl"
+    rows, num_bad_rows = valid_rows(path, reader, name, () if whole else reader.fields)
+    if not whole:
+        # GSM8K rows keep the published worked solution, so the same settings read both files.
+        rows = [row | {"data_source": name} for row in rows]
     write_rows(output, rows)
     bad = f"; {num_bad_rows} bad rows left out" if num_bad_rows else ""
     print(f"{len(rows)} rows of {path} written to {output}{bad}.")
@@ -200,21 +206,6 @@ def download(name: str, file: str) -> str:
             f"'hf download {repository} {file} --repo-type=dataset', and pass the file it names "
             "as --input=FILE."
         ) from e
-
-
-def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]], int]:
-    """The valid rows of a set's file, as they will be written, and the number of bad rows.
-
-    Raises:
-      UserError: if the file cannot be read or has no valid row.
-    """
-    source = DATASETS[name]
-    reader = data.row_reader(source.row_format, answer_after=source.answer_after)
-    # SimpleRL-Zoo's rows are kept whole. From other sets, only the fields needed are read.
-    whole = source.row_format == "simplerl"
-    rows, num_bad_rows = valid_rows(path, reader, name, () if whole else reader.fields)
-    # GSM8K rows keep the published worked solution, so the same settings read both files.
-    return rows if whole else [row | {"data_source": name} for row in rows], num_bad_rows
 
 
 def valid_rows(

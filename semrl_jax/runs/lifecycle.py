@@ -216,8 +216,10 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     except Preempted as preempted:
         return end_early(run, state, preempted)
     except TooFewGroups:
-        if int(state.step) > first_step:
-            _save_before_end(run, state)
+        if int(state.step) > first_step:  # other settings can continue from the last step
+            run.checkpoints.save(state)
+            found = run.checkpoints.failure() or f"saved a checkpoint of step {int(state.step)}"
+            reporter.notice(f"too few groups: {found}; more rounds continue from it")
         run.draw_report()
         raise
     except NonFiniteUpdates as error:
@@ -272,13 +274,6 @@ def end(run: Run, line: str) -> None:
         ["launch.report", short_path(path), "--serve"],
     ]
     run.reporter.ending(line, places, commands)
-
-
-def _save_before_end(run: Run, state: TrainState) -> None:
-    """Saves the state of the last finished step, so that other settings can continue from it."""
-    run.checkpoints.save(state)
-    found = run.checkpoints.failure() or f"saved a checkpoint of step {int(state.step)}"
-    run.reporter.notice(f"too few groups: {found}; more rounds continue from it")
 
 
 def announce(run: Run, first_step: int) -> None:

@@ -98,7 +98,6 @@ class Workdir:
                 directory.rmdir()
 
     def close(self) -> None:
-        """Releases the lock."""
         self.lock.close()
 
 

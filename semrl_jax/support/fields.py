@@ -175,13 +175,11 @@ def within(field: str, value: Any, interval: str) -> None:
 
 
 def one_of(field: str, value: Any, allowed: Sequence[Any]) -> None:
-    """The value is one of those allowed."""
     if value not in allowed:
         raise UserError(f"{field}={value!r} must be one of {', '.join(map(repr, allowed))}.")
 
 
 def each_of(field: str, values: Sequence[Any], allowed: Sequence[Any]) -> None:
-    """Each item of a tuple is one of those allowed."""
     for value in values:
         one_of(field, value, allowed)
 

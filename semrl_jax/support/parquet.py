@@ -186,12 +186,8 @@ def _text_lengths(array: pa.Array) -> Iterator[pa.Array]:
         yield from _text_lengths(array.flatten())
     elif pa.types.is_fixed_size_binary(kind):
         yield pa.array([kind.byte_width] * bool(len(array)))
-    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind):
+    elif kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         yield pc.binary_length(array)
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], file: pathlib.Path) -> pa.Table:

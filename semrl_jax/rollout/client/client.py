@@ -61,7 +61,6 @@ class RolloutClient(contextlib.AbstractContextManager):
 
     Args:
       addresses: host:port of each replica.
-      token: of the replicas.
       local: a replica of this process in place of addresses and token; the client closes it.
       run_id: a replica belongs to the first run that sends it weights.
       attempt_id: a new one for every start of the trainer.
@@ -118,7 +117,11 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._one_resync = threading.Lock()
         self._closed = threading.Event()
         self._local = local
-        self._memory = _new_memory() if share_memory and local is None else None
+        self._memory: OwnMemory | None = None
+        if share_memory and local is None:
+            # This system, or the rules of its container, may not have such memory.
+            with contextlib.suppress(OSError):
+                self._memory = OwnMemory()
         self._replicas: list[Replica] = [self._new_replica(address) for address in addresses]
         if local is not None:
             self._replicas = [local]
@@ -285,7 +288,6 @@ class RolloutClient(contextlib.AbstractContextManager):
 
         Args:
           requests: their sample ids must be unique.
-          sampling, hidden_states: for all requests.
           version: from `sync_weights`; tokens sampled with other weights are an error.
           metrics: what the replicas measure; fills `metrics` and `mean_state` of the rollouts. The
             hidden states need not be sent.
@@ -364,7 +366,6 @@ class RolloutClient(contextlib.AbstractContextManager):
         return RemoteReplica(address, self._token, tls_ca=self._authority, load=load)
 
     def _describe(self, replica: Replica, timeout_s: float) -> ReplicaDescription:
-        """Asks a replica for its description, and checks its model."""
         memory = None if self._memory is None else self._memory.message()
         description = replica.describe(timeout_s, memory)
         for field, expected in self._expected.items():
@@ -432,7 +433,6 @@ class RolloutClient(contextlib.AbstractContextManager):
         return str(fatal)
 
     def _change_replicas(self) -> None:
-        """Lets replicas join and leave."""
         if self._find_addresses is None:
             return
         try:
@@ -547,10 +547,3 @@ class RolloutClient(contextlib.AbstractContextManager):
         replica.set_aside(error)
         self._counters.add(replica_failures=1)
         self._waits.progress(f"{replica.name} is set aside until the next sync of weights: {error}")
-
-
-def _new_memory() -> OwnMemory | None:
-    try:
-        return OwnMemory()
-    except OSError:  # this system, or the rules of its container, do not have it
-        return None

@@ -149,8 +149,10 @@ def sample_tokens(
     if kind == "unmodified":
         return tokens, logprobs, logprobs
     largest = _largest(logits, axis)
-    log_total = largest + jnp.log(_sum(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), axis))
-    return tokens, logprobs, _taken(logits, tokens, axis) - log_total
+    total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+    if axis is not None:
+        total = jax.lax.psum(total, axis)
+    return tokens, logprobs, _taken(logits, tokens, axis) - (largest + jnp.log(total))
 
 
 def block_size(num_tokens: int) -> int:
@@ -232,7 +234,3 @@ def _taken(
 def _largest(logits: Float[Array, "B V"], axis: str | None) -> Float[Array, " B"]:
     largest = jnp.max(logits, axis=-1)
     return largest if axis is None else jax.lax.pmax(largest, axis)
-
-
-def _sum(values: Float[Array, " B"], axis: str | None) -> Float[Array, " B"]:
-    return values if axis is None else jax.lax.psum(values, axis)
