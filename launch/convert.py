@@ -56,11 +56,7 @@ def convert(
     family: str = "",
     adapter: bool = False,
 ) -> None:
-    """Makes `target` from `source`; see the flags.
-
-    Raises:
-      UserError: for a flag out of range, a source without parameters, or an existing target.
-    """
+    """Makes `target` from `source`; see the flags. UserError if one of them cannot be used."""
     if not source.is_dir() and source.suffix != ".gguf":
         raise UserError(f"--source={source} is not a directory, and no .gguf file.")
     if not 0 < max_shard_gb < float("inf"):

@@ -96,11 +96,7 @@ def main() -> int:
 
 
 def prepare(config: ml_collections.ConfigDict) -> None:
-    """Sets the fields of the flags, and defaults other than those of training; checks all flags.
-
-    Raises:
-      UserError: for a wrong value.
-    """
+    """Sets the fields of the flags and the command's own defaults; UserError for a wrong value."""
     given = flags.FLAGS["config"].override_values
     fields = chosen_fields(FIELDS, values_of(GIVEN), DEFAULTS)
     if GIVEN["k"].value is not None:

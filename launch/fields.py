@@ -72,14 +72,9 @@ def first_run(arguments: list[str]) -> pathlib.Path | None:
 def fields_of_flags(
     fields: Fields, values: Mapping[str, Any], overridden: Collection[str]
 ) -> dict[str, Any]:
-    """Values by field of the config.
+    """Values by field of the config; in `values`, None is of a flag that was not given.
 
-    Args:
-      values: of the flags; None if not given.
-      overridden: fields that a flag --config.FIELD sets.
-
-    Raises:
-      UserError: if two flags set one field.
+    Raises UserError if a flag and a flag --config.FIELD, in `overridden`, set one field.
     """
     found = {}
     for name, (field, kind, _) in fields.items():
@@ -99,13 +94,8 @@ def chosen_fields(
 ) -> dict[str, Any]:
     """Values by field of the config: of the flags, else the defaults of the command.
 
-    Args:
-      values: as in `fields_of_flags`.
-      defaults: for fields that no flag sets.
-      fixed: fields that have no meaning in the command; it sets them itself.
-
-    Raises:
-      UserError: if two flags set one field, or a flag --config.FIELD sets a fixed one.
+    The `fixed` ones have no meaning in the command, which sets them itself. Raises UserError if two
+    flags set one field, or a flag --config.FIELD sets a fixed one.
     """
     overridden = flags.FLAGS["config"].override_values
     if wrong := sorted(fixed.keys() & overridden.keys()):
@@ -139,15 +129,9 @@ def short_flags(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:
 def chosen_states(
     layers: Sequence[str], kinds: Sequence[str] | None, dtype: str
 ) -> HiddenStateParams | None:
-    """The hidden states that flags ask for.
+    """The hidden states that flags ask for; without `kinds`, of the response.
 
-    Args:
-      layers: texts such as "-1"; none: no states.
-      kinds: None: the states of the response.
-      dtype: of the states.
-
-    Raises:
-      UserError: for a wrong layer or kind.
+    Raises UserError for a wrong layer or kind.
     """
     given, kinds = kinds, kinds if kinds is not None else STATE_KINDS[:1]
     for layer in layers:

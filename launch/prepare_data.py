@@ -141,11 +141,7 @@ def prepare_benchmarks(name: str, output: pathlib.Path) -> int:
 
 
 def prepare_benchmark(name: str, path: pathlib.Path, output: pathlib.Path) -> None:
-    """Checks a file of a benchmark and writes its rows as they are.
-
-    Raises:
-      UserError: if the file cannot be read or has no valid row, or the output cannot be written.
-    """
+    """Writes the valid rows of a file as they are; raises as `valid_rows` and `write_rows`."""
     if os.path.exists(output) and os.path.exists(path) and output.samefile(path):
         raise UserError(f"--output={output} is the input; name another file.")
     rows, num_bad_rows = valid_rows(path, BenchmarkReader(find(name)), name)
@@ -157,11 +153,7 @@ def prepare_benchmark(name: str, path: pathlib.Path, output: pathlib.Path) -> No
 
 
 def fetch(url: str, path: pathlib.Path) -> None:
-    """Downloads a file.
-
-    Raises:
-      UserError: if it cannot be fetched.
-    """
+    """Downloads a file; UserError if it cannot be fetched."""
     print(f"fetching {url}", flush=True)
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
@@ -179,8 +171,7 @@ def fetch(url: str, path: pathlib.Path) -> None:
 def download(name: str, file: str) -> str:
     """The path of a file of the set in the hub's cache; without a network, an earlier copy.
 
-    Raises:
-      UserError: if there is no network and no copy, no such file, or no permission to read it.
+    Raises UserError if there is neither, no such file, or no permission to read it.
     """
     import huggingface_hub
     from huggingface_hub.errors import HTTPError  # the error of the HTTP library that the hub uses
@@ -213,8 +204,7 @@ def valid_rows(
 ) -> tuple[list[dict[str, Any]], int]:
     """The rows that a reader accepts, and the number of the others, which are named.
 
-    Raises:
-      UserError: if the file cannot be read or has no valid row.
+    Raises UserError if the file cannot be read or has no valid row.
     """
     bad_rows = data.BadRows(skip=True, report=print)
     rows = []
@@ -237,8 +227,7 @@ def valid_rows(
 def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """Writes a .jsonl or .parquet file, which appears only when it is complete.
 
-    Raises:
-      UserError: if it cannot be written, or the format cannot hold a row.
+    Raises UserError if it cannot be written, or the format cannot hold a row.
     """
     staging = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:

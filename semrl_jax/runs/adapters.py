@@ -19,18 +19,12 @@ META = "lora"  # in the meta data of a checkpoint
 
 
 class AdapterRecord(NamedTuple):
-    """What a checkpoint of adapters says about them and their base.
+    """What a checkpoint of adapters says about them and their base."""
 
-    Attributes:
-      base: its name: a hub id as the user gave it, else the absolute directory.
-      base_sample: identifies its weights, see `peft.base_sample`.
-      base_dtype: that it was trained with.
-      modules, rank, alpha, rank_stabilized: as in `models.Lora`.
-    """
-
-    base: str
-    base_sample: str
-    base_dtype: str
+    base: str  # its name: a hub id as the user gave it, else the absolute directory
+    base_sample: str  # identifies its weights, see `peft.base_sample`
+    base_dtype: str  # that it was trained with
+    # Further fields are those of `models.Lora`.
     modules: tuple[str, ...]
     rank: int
     alpha: float
@@ -59,8 +53,7 @@ class AdapterRecord(NamedTuple):
 def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:
     """The record of a valid checkpoint; None if it holds all parameters.
 
-    Raises:
-      UserError: if this version cannot read it.
+    Raises UserError if this version cannot read it.
     """
     found = read_meta(folder).get(META)
     if found is None:
@@ -86,16 +79,10 @@ def check_base(folder: pathlib.Path, record: AdapterRecord, directory: pathlib.P
 def restore_policy(
     folder: pathlib.Path, policy: models.Policy, model: pathlib.Path, mesh: Mesh | None = None
 ) -> models.Params:
-    """The policy of a valid checkpoint; adapters are joined with their base.
+    """The policy of a valid checkpoint; adapters are joined with their base, in `model`.
 
-    Args:
-      folder: of all parameters or of adapters.
-      policy: its architecture.
-      model: the directory of the base, if it has adapters.
-      mesh: for the parameters; None: on the host or the default device.
-
-    Raises:
-      UserError: if the checkpoint or the base does not fit.
+    Without a mesh, it is on the host or the default device. Raises UserError if the checkpoint or
+    the base does not fit.
     """
     record, shapes = adapter_record(folder), policy.shapes()
     like = shapes if record is None else record.lora.shapes(shapes)

@@ -63,13 +63,8 @@ class Summary:
 def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     """Checks a training run: settings, files, model, verifiers, replicas, memory, disk.
 
-    With several processes, each checks what it sees itself, on its own devices.
-
-    Returns:
-      0, the exit code.
-
-    Raises:
-      UserError: for the first thing that would end the run.
+    With several processes, each checks what it sees itself, on its own devices. Returns 0, the exit
+    code. Raises UserError for the first thing that would end the run.
     """
     validate(config)
     check_trackers(config.logging)
@@ -190,8 +185,7 @@ def check_replicas(
 ) -> None:
     """Connects to `rollout.addresses`; checks that replicas of its own could be started.
 
-    Args:
-      directory: of the run that the replicas may belong to.
+    The directory is that of a run to which the replicas may belong.
     """
     rollout = config.rollout
     if is_embedded(config):

@@ -62,8 +62,7 @@ def save_trained(
 ) -> None:
     """Writes the model of a run, and its adapters for `peft` and `lora.path`; as `save_model`.
 
-    Args:
-      params: all parameters of the policy, or adapters upon `frozen`.
+    `params` are all parameters of the policy, or adapters upon `frozen`.
     """
     path, whole = run.workdir.path, models.adapted(params, frozen)
     save_model(path / MODEL, whole, architecture, run.tokenizer, base, peers, dtype)

@@ -48,8 +48,7 @@ def join_others(
 ) -> tuple[Peers, Reporter]:
     """The processes of this job, and a reporter that prints only in process 0.
 
-    Raises:
-      UserError: if a process cannot be reached, or `distributed.phase_timeout_s` is too small.
+    Raises UserError if a process cannot be reached, or `distributed.phase_timeout_s` is too small.
     """
     settings = config.distributed
     place = find_place(settings, environ)

@@ -138,10 +138,7 @@ def check_inputs(
     """Checks everything that the config names but weights and replicas; writes nothing.
 
     The verifier is tried on the first prompt, each environment on its first task. `report` gets
-    lines about rows that were skipped.
-
-    Raises:
-      UserError: for the first input that cannot be used.
+    lines about rows that were skipped. Raises UserError for the first input that cannot be used.
     """
     algorithm = load_algorithm(config.algorithms.to_dict())
     check_functions(algorithm, config.rollout.group_size)
@@ -452,10 +449,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
     """Checks that the inputs are the same in all processes, and the same as at the first start.
 
     The weights in `model_path` are an input too, because the KL penalty refers to them. A warm
-    start is not: the run makes it.
-
-    Raises:
-      UserError: if an input differs.
+    start is not: the run makes it. Raises UserError if an input differs.
     """
     directory = models.find_directory(model_path) if model_path else None
     own = hashes | ({"weights": models.weights_sample(directory)} if directory else {})

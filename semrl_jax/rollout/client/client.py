@@ -203,7 +203,6 @@ class RolloutClient(contextlib.AbstractContextManager):
         join and leave as `find_addresses` says. One that cannot be used is reported and left out.
 
         Args:
-          specs: of all tensors.
           read: starts a pass over the arrays in the order of `specs`. Called once, and once more
             each time that every replica has failed.
           step: part of the version; it may be lower than before.

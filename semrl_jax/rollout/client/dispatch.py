@@ -64,16 +64,11 @@ def split_into_calls(
 
 @dataclasses.dataclass(eq=False)
 class _Unit:
-    """Requests of one call, which may be asked for several times.
-
-    Attributes:
-      streams: the running calls.
-      is_again: whether a call for it has failed.
-    """
+    """Requests of one call, which may be asked for several times."""
 
     requests: Sequence[SampleRequest]
-    streams: list[_Stream] = dataclasses.field(default_factory=list)
-    is_again: bool = False
+    streams: list[_Stream] = dataclasses.field(default_factory=list)  # the running calls
+    is_again: bool = False  # whether a call for it has failed
 
 
 @dataclasses.dataclass(eq=False)

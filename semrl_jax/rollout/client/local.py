@@ -45,10 +45,7 @@ class LocalReplica(Replica):
     """A rollout service on an event loop in a daemon thread of this process.
 
     Rollouts are handed over as the engine made them, and weights from device to device. `close`
-    also closes the engine.
-
-    Args:
-      in_flight: see `RolloutService`, which may raise.
+    also closes the engine. `in_flight` is that of `RolloutService`, which may raise.
     """
 
     def __init__(self, engine: Engine, *, in_flight: str = "wait"):

@@ -57,18 +57,12 @@ class Waits:
 
 
 class Figures(NamedTuple):
-    """What a replica has done for this client.
-
-    Attributes:
-      responses, tokens: received, those included that came twice.
-      busy_s: seconds in which it had at least one call.
-      failures: times that it was set aside.
-    """
+    """What a replica has done for this client; what came twice counts twice."""
 
     responses: int = 0
     tokens: int = 0
-    busy_s: float = 0.0
-    failures: int = 0
+    busy_s: float = 0.0  # seconds in which it had at least one call
+    failures: int = 0  # times that it was set aside
 
 
 class Counters:
@@ -87,16 +81,12 @@ class Counters:
 
 
 class Load:
-    """Counts what a replica does; several threads may use it.
-
-    Attributes:
-      num_calls: running now.
-    """
+    """Counts what a replica does; several threads may use it."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._figures = Figures()
-        self.num_calls = 0
+        self.num_calls = 0  # running now
         self._busy_since = 0.0
 
     @property

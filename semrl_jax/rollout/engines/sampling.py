@@ -128,8 +128,7 @@ def sample_tokens(
     Args:
       logits: float32.
       keys: raw threefry key data, one key per response.
-      token_index: index of the token in its response.
-      values: see `sampling_logits`.
+      token_index, values: see `sampling_logits`.
       kind: static; "greedy" takes the largest logit.
       axis: of a mesh over which the vocabulary is split, inside a shard_map; V is then the part of
         this device, in whole blocks of `block_size`. Only for "unmodified" and "scaled".

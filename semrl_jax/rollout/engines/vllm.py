@@ -498,14 +498,7 @@ class _Sample:
 
 
 class _Staging:
-    """The weights of one update, in an anonymous file that workers can map.
-
-    Attributes:
-      specs: of the tensors.
-      buffers: a writable uint8 array per tensor, by name.
-      path: opens the file in other processes of the same user.
-      manifest: [name, dtype, shape, first byte] of each tensor.
-    """
+    """The weights of one update, in an anonymous file that workers can map."""
 
     def __init__(self, specs: Sequence[TensorSpec]):
         self.specs = tuple(specs)
@@ -513,11 +506,12 @@ class _Staging:
         self._file = os.memfd_create("semrl-staging", os.MFD_CLOEXEC)
         os.ftruncate(self._file, max(num_bytes, 1))
         self._memory = mmap.mmap(self._file, max(num_bytes, 1))
+        # Opens the file in other processes of the same user.
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.manifest = [
+        self.manifest = [  # name, dtype, shape, first byte
             [spec.name, spec.dtype, list(spec.shape), start] for spec, start in zip(specs, starts)
         ]
-        self.buffers = {
+        self.buffers = {  # uint8, writable
             spec.name: np.frombuffer(self._memory, np.uint8, spec.num_bytes, start)
             for spec, start in zip(specs, starts)
         }

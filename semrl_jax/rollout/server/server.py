@@ -111,7 +111,6 @@ async def serve(
 
     Args:
       engine: samples the responses; the server closes it.
-      token: every call must carry it.
       host: address to bind; any address other than loopback needs TLS.
       port: 0 takes a free port.
       tls_certificate, tls_key: PEM files, both or neither.
