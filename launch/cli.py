@@ -52,6 +52,7 @@ def run(
     """
     program = f"python -m {sys.modules['__main__'].__spec__.name}"
     open_output()
+    message = None
     try:
         # Flags may follow the command word or names. Otherwise, other arguments are refused.
         flags.FLAGS.set_gnu_getopt(names or isinstance(main, Mapping))
@@ -71,24 +72,21 @@ def run(
         code = main(rest) if names else main()
     except UserError as error:
         # Always one line, even if the message quotes text with line breaks.
-        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
-        code = EXIT_USER_ERROR
+        message, code = " ".join(str(error).split()), EXIT_USER_ERROR
     except OSError as error:
         if error.errno in PATH_ERRNOS and error.filename:
             path = f"{error.filename!r:.300}"
-            print(f"{program}: {path}: {error.strerror}; name another path.", file=sys.stderr)
-            code = EXIT_USER_ERROR
+            message, code = f"{path}: {error.strerror}; name another path.", EXIT_USER_ERROR
         elif error.errno in DISK_ERRNOS:
             name = "" if error.filename is None else f"{error.filename}: "
-            print(
-                f"{program}: {name}{error.strerror}; free some space, the same command goes on",
-                file=sys.stderr,
-            )
+            message = f"{name}{error.strerror}; free some space, the same command goes on"
             code = 1
         else:
             raise
     except KeyboardInterrupt:
         code = 130
+    if message is not None:
+        print(f"{program}: {message}", file=sys.stderr)
     logging.shutdown()
     sys.exit(code)
 
@@ -227,18 +225,24 @@ def checked_config(
       check: raises UserError; it may set fields.
       short_flags: the flag that was given, by the field that `check` sets from it.
     """
+    given = flags.FLAGS[flag.name]
     try:
-        config = flag.value if flags.FLAGS[flag.name].present else required(flag)
+        config = flag.value if given.present else required(flag)
         hasattr(config, "lock")
     except OSError as error:  # ml_collections reports a failed load only at the first use
         raise UserError(f"--{flag.name}: {_first_reason(error)}") from None
     # ml_collections would accept a flag that replaces a section by a dict.
-    if any(isinstance(v, ConfigDict) for v in flags.FLAGS[flag.name].override_values.values()):
+    if any(isinstance(v, ConfigDict) for v in given.override_values.values()):
         _check_fields()
-    _check_complete(flags.FLAGS[flag.name].config_filename, config)
+    _check_complete(given.config_filename, config)
     config.lock()
     if "explain" in flags.FLAGS and flags.FLAGS.explain:
-        _explain(flags.FLAGS[flag.name], config, check, short_flags)
+        from launch.explain import explained
+
+        name, _, argument = given.config_filename.partition(":")
+        file = flatten(given.parser.parse(given.config_filename))
+        overridden = given.override_values
+        print(explained(config, check, file, argument or name, overridden, short_flags))
         sys.exit(0)
     check(config)
     return config
@@ -254,27 +258,6 @@ def _check_complete(file: str, config: Any) -> None:
             f"--config={file}: what get_config() returns {lacks}; begin it with "
             "`config = default.get_config()`, as configs/quickstart.py does."
         )
-
-
-def _explain(
-    flag: Any,
-    config: ConfigDict,
-    check: Callable[[ConfigDict], None],
-    short_flags: Mapping[str, str],
-) -> None:
-    from launch.explain import explained
-
-    name, _, argument = flag.config_filename.partition(":")
-    print(
-        explained(
-            config,
-            check,
-            file=flatten(flag.parser.parse(flag.config_filename)),
-            name_of_file=argument or name,
-            overridden=flag.override_values,
-            short_flags=short_flags,
-        )
-    )
 
 
 def _find_shipped() -> None:

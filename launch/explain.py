@@ -99,7 +99,6 @@ def _shown(value: Any) -> str:
 def explained(
     config: ConfigDict,
     check: Callable[[ConfigDict], None],
-    *,
     file: Mapping[str, Any],
     name_of_file: str,
     overridden: Mapping[str, Any],
