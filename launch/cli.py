@@ -270,14 +270,20 @@ def _find_shipped() -> None:
                 sys.argv[number] = f"{given[1] or ''}{shipped}{given[3] or ''}"
 
 
+def given_values(name: str) -> list[str]:
+    """The values of a flag among the arguments, as --name=value or --name value."""
+    found = []
+    for argument, following in itertools.pairwise([*sys.argv, ""]):
+        if match := re.fullmatch(rf"--?{re.escape(name)}(?:=(.*))?", argument, re.DOTALL):
+            found.append(following if match[1] is None else match[1])
+    return found
+
+
 def _take_users_options() -> None:
     """Lets flags set the options that a user's algorithm declares."""
     if not any(re.match(r"--?(no)?config\.algorithms\.options\.", one) for one in sys.argv):
         return  # the module of the algorithm loads JAX, and not every command needs it
-    name = None
-    for argument, following in itertools.pairwise([*sys.argv, ""]):
-        if found := re.fullmatch(r"--?config\.algorithms\.name(?:=(.*))?", argument):
-            name = following if found[1] is None else found[1]
+    name = next(reversed(given_values("config.algorithms.name")), None)
     parser = flags.FLAGS["config"].parser
     parse = parser.parse
 
@@ -335,11 +341,7 @@ def _check_fields() -> None:
     """Raises UserError for a config file that fails, or a flag that sets no field of it."""
     if "config" not in flags.FLAGS:
         return
-    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
-        given = re.fullmatch(r"--?config(=.*)?", argument, re.DOTALL)
-        if not given:
-            continue
-        path = following if given[1] is None else given[1][1:]
+    for path in given_values("config"):
         try:
             config = flags.FLAGS["config"].parser.parse(path)
         except Exception as error:  # of the user's own code

@@ -176,7 +176,9 @@ def save_merged(
     max_shard_bytes: int,
 ) -> None:
     """Writes parameters, merged with adapters if they have some, as a directory like `model`."""
-    from semrl_jax import data, models
+    from semrl_jax import data
+    from semrl_jax.cluster.peers import Peers
+    from semrl_jax.runs.export import save_model
 
     try:
         tokenizer = data.load_tokenizer(model)
@@ -184,16 +186,8 @@ def save_merged(
         print(f"no tokenizer is written: {error}", flush=True)
         tokenizer = None
     print(f"writing {target}", flush=True)
-    models.save_directory(
-        target,
-        params,
-        config,
-        tokenizer,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        eos_token_id=models.eos_token_ids(model) or None,
-        base=read_json_object(model / "config.json"),
-    )
+    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    save_model(target, params, config, tokenizer, model, Peers(), **options)
     print(f"done: {target} is a Hugging Face model directory", flush=True)
 
 

@@ -16,7 +16,6 @@ setting (one line names it), 75 ended by a signal.
 import os
 import pathlib
 import re
-import sys
 
 import ml_collections
 from absl import flags
@@ -106,7 +105,7 @@ def prepare(config: ml_collections.ConfigDict) -> None:
             f"--config.environment.name={given['environment.name']} has no meaning in "
             f"launch.evaluate; give --benchmarks={PREFIX}{given['environment.name']}."
         )
-    has_problems = CONFIG_GIVEN or first_run(sys.argv) is not None
+    has_problems = CONFIG_GIVEN or first_run() is not None
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
     if not of_run:
         # Only the named benchmarks are evaluated, without the held-out problems of a run.

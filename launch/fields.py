@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 import re
 import sys
@@ -13,6 +12,7 @@ import ml_collections
 from absl import flags
 
 import configs
+from launch import cli
 from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import run_of
@@ -45,9 +45,9 @@ def config_of_policy() -> bool:
 
     Returns whether it was given.
     """
-    given = any(re.match(r"--?config(=|$)", argument) for argument in sys.argv)
+    given = bool(cli.given_values("config"))
     if not given:
-        root, run = pathlib.Path(configs.__file__).parent, first_run(sys.argv)
+        root, run = pathlib.Path(configs.__file__).parent, first_run()
         default = f"{root / 'recorded.py'}:{run / 'config.json'}" if run else root / "default.py"
         sys.argv.insert(1, f"--config={default}")
     return given
@@ -61,12 +61,10 @@ def template_of_run(config: ml_collections.ConfigDict, file: str) -> str:
     return config.data.template
 
 
-def first_run(arguments: list[str]) -> pathlib.Path | None:
+def first_run() -> pathlib.Path | None:
     """The run of the first policy; None if it is no run."""
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        if found := re.fullmatch(r"--?policy(?:=(.*))?", argument):
-            return run_of(pathlib.Path(following if found[1] is None else found[1]))
-    return None
+    paths = cli.given_values("policy")
+    return run_of(pathlib.Path(paths[0])) if paths else None
 
 
 def fields_of_flags(

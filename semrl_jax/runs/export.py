@@ -23,7 +23,7 @@ def save_model(
     tokenizer: Any,
     base: pathlib.Path,
     peers: Peers,
-    dtype: str = "float32",
+    **options: Any,
 ) -> None:
     """Writes the directory, completely or not at all; one that exists is replaced.
 
@@ -32,7 +32,7 @@ def save_model(
     Args:
       params: of the policy, perhaps on several hosts.
       base: model directory that training began with. Other settings of its config.json are kept.
-      dtype: of the weights in the files.
+      options: further ones of `models.save_directory`.
     """
     if peers.count > 1:
         params = models.to_host(params)
@@ -43,9 +43,9 @@ def save_model(
             params,
             architecture,
             tokenizer,
-            dtype=dtype,
             eos_token_id=models.eos_token_ids(base) or None,
             base=read_json_object(base / "config.json"),
+            **options,
         )
 
     on_first(peers, "save_model", save)
@@ -65,7 +65,7 @@ def save_trained(
     `params` are all parameters of the policy, or adapters upon `frozen`.
     """
     path, whole = run.workdir.path, models.adapted(params, frozen)
-    save_model(path / MODEL, whole, architecture, run.tokenizer, base, peers, dtype)
+    save_model(path / MODEL, whole, architecture, run.tokenizer, base, peers, dtype=dtype)
     if (record := run.checkpoints.adapter) is None:
         return
     if peers.count > 1:

@@ -30,12 +30,7 @@ class MetricWriter:
     closed with the file.
     """
 
-    def __init__(
-        self,
-        workdir: pathlib.Path,
-        first_step: int,
-        trackers: Sequence[Tracker],
-    ):
+    def __init__(self, workdir: pathlib.Path, first_step: int, trackers: Sequence[Tracker]):
         self._trackers = trackers
         self._file = workdir / "metrics.jsonl"
         earlier = read_rows(self._file)

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -219,14 +220,9 @@ class RolloutClient(contextlib.AbstractContextManager):
         with self._one_sync:  # the memory holds one set of weights
             self._specs = specs
             self._change_replicas()
-            return self._sync(specs, read, step)
+            return self._sync(read, step)
 
-    def _sync(
-        self,
-        specs: Sequence[TensorSpec],
-        read: Callable[[], Iterable[np.ndarray | Array]],
-        step: int,
-    ) -> WeightVersion:
+    def _sync(self, read: Callable[[], Iterable[np.ndarray | Array]], step: int) -> WeightVersion:
         new = WeightVersion(self._run_id, self._attempt_id, step, digest="")
         deadline = time.monotonic() + self._waits.sync_timeout_s
         while True:
@@ -234,12 +230,12 @@ class RolloutClient(contextlib.AbstractContextManager):
                 raise RuntimeError("the rollout client is closed.")
             version, failures = None, {}
             if replicas := self._answering_replicas():
+                weights = new, self._specs, read()
                 if self._local is None:
                     more = {"memory": self._memory, "waits": self._waits}
-                    found = send_weights(new, specs, read(), replicas, deadline=deadline, **more)
+                    version, failures = send_weights(*weights, replicas, deadline=deadline, **more)
                 else:
-                    found = hand_over(new, specs, read(), self._local, deadline=deadline)
-                version, failures = found
+                    version, failures = hand_over(*weights, self._local, deadline=deadline)
             for replica in replicas:
                 if replica in failures:
                     self._set_aside(replica, failures[replica])
@@ -308,9 +304,6 @@ class RolloutClient(contextlib.AbstractContextManager):
             tuple(requests), sampling, hidden_states, version, metrics, keep=keep
         )
 
-        def restore(replica: Replica, ended: threading.Event, reading: threading.Lock) -> None:
-            self._restore(replica, version, read, ended, reading)
-
         def resync_once() -> WeightVersion:
             with self._one_resync:
                 if any(replica.version == version for replica in self._replicas):
@@ -325,7 +318,7 @@ class RolloutClient(contextlib.AbstractContextManager):
             self._closed,
             groups_per_call,
             resync and resync_once,
-            restore if read and self._specs else None,
+            functools.partial(self._restore, version, read) if read and self._specs else None,
             self._homes,
         )
         with contextlib.closing(dispatcher):
@@ -496,9 +489,9 @@ class RolloutClient(contextlib.AbstractContextManager):
 
     def _restore(
         self,
-        replica: Replica,
         version: WeightVersion,
         read: Callable[[], Iterable[np.ndarray]],
+        replica: Replica,
         ended: threading.Event,
         reading: threading.Lock,
     ) -> None:

@@ -78,7 +78,7 @@ class Dispatcher:
     Without `groups_per_call`, every replica gets one unit of an equal part of the requests.
 
     Args:
-      find_replicas: returns the present replicas; a sync within `resync` may change them.
+      replicas: returns the present replicas; a sync within `resync` may change them.
       restore: gives the weights of the call to one replica, which it sets aside if that fails. It
         runs in a thread, during the other replicas' calls. It reads the weights while it holds the
         lock, and ends soon after the event is set.
@@ -87,7 +87,7 @@ class Dispatcher:
     """
 
     _call: GenerateCall
-    _find_replicas: Callable[[], Sequence[Replica]]
+    _replicas: Callable[[], Sequence[Replica]]
     _counters: Counters
     _waits: Waits
     _client_closed: threading.Event
@@ -172,7 +172,8 @@ class Dispatcher:
         if stopped_s > 0:
             self._deadline += stopped_s
             for stream in self._streams:
-                stream.forgive(stopped_s)
+                stream.started += stopped_s
+                stream.waiting_since += stopped_s
 
     def close(self) -> None:
         """Cancels the running calls and joins their threads."""
@@ -189,12 +190,8 @@ class Dispatcher:
         stream.thread.join()
         self._counters.add(**stream.responses.num_bytes)
 
-    @property
-    def _replicas(self) -> Sequence[Replica]:
-        return self._find_replicas()
-
     def _serving(self) -> list[Replica]:
-        return [r for r in self._replicas if r.version == self._call.version and not r.is_leaving]
+        return [r for r in self._replicas() if r.version == self._call.version and not r.is_leaving]
 
     def _missing(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
         """The requests without a response."""
@@ -211,7 +208,7 @@ class Dispatcher:
             self._counters.add(taken_over=len(requests))
         elif unit.is_again:
             self._counters.add(retries=len(requests))
-        if self._groups_per_call and replica.is_deterministic:
+        if self._groups_per_call and replica.description.is_deterministic:
             # The same call as before gives the same responses. A smaller one would not: rounding
             # depends on the responses that are decoded side by side.
             requests = unit.requests
@@ -300,8 +297,8 @@ class Dispatcher:
         if self._restore is None:
             return
         now = time.monotonic()
-        lost = [r for r in self._replicas if r.version != self._call.version and not r.is_leaving]
-        if len(lost) == len(self._replicas):
+        lost = [r for r in self._replicas() if r.version != self._call.version and not r.is_leaving]
+        if len(lost) == len(self._replicas()):
             return  # `_sync_again` reads the weights once for all
         for replica in lost:
             if replica not in self._restoring and now >= replica.retry_at:
@@ -320,7 +317,7 @@ class Dispatcher:
             ended.set()
 
     def _sync_again(self) -> None:
-        errors = "; ".join(f"{r.name}: {r.error or 'not synced'}" for r in self._replicas)
+        errors = "; ".join(f"{r.name}: {r.error or 'not synced'}" for r in self._replicas())
         reason = f"no replica serves weights {self._call.version} ({errors})"
         if self._resync is None or time.monotonic() > self._deadline:
             raise RuntimeError(f"{reason}; sync weights first.")
@@ -444,16 +441,16 @@ class Dispatcher:
         if len(silent) > _MAX_NAMED:
             named.append(f"{len(silent) - _MAX_NAMED} more")
         return ", ".join(named) or "; ".join(
-            f"{r.name}: {r.error}" for r in self._replicas if r.error
+            f"{r.name}: {r.error}" for r in self._replicas() if r.error
         )
 
     def _view(self) -> str:
         """What the replicas do, if there are several."""
-        if len(self._replicas) == 1:
+        if len(self._replicas()) == 1:
             return ""
         num_busy = len({stream.replica for stream in self._streams})
-        aside = [f"{r.address} ({r.error})" for r in self._replicas if r.error]
-        view = f" replicas {num_busy}/{len(self._replicas)} busy"
+        aside = [f"{r.address} ({r.error})" for r in self._replicas() if r.error]
+        view = f" replicas {num_busy}/{len(self._replicas())} busy"
         if aside:
             more = f", {len(aside) - _MAX_NAMED} more" if len(aside) > _MAX_NAMED else ""
             view += f", {len(aside)} set aside: {', '.join(aside[:_MAX_NAMED])}{more}"
@@ -471,7 +468,7 @@ class _Stream:
         self.aborted: set[str] = set()
         self._events: queue.Queue = events
         self._closed: threading.Event = closed
-        self.started = self._waiting_since = time.monotonic()
+        self.started = self.waiting_since = time.monotonic()
         self.responses = replica.generate(call, timeout_s)
         self.thread = threading.Thread(
             target=self._read, name=f"generate {replica.address}", daemon=True
@@ -484,12 +481,7 @@ class _Stream:
         A call that waits on the replica for others of this client, such as those of other threads,
         is not silent before them.
         """
-        return now - max(self._waiting_since, self.replica.heard_at)
-
-    def forgive(self, stopped_s: float) -> None:
-        """Does not count these seconds as silence."""
-        self.started += stopped_s
-        self._waiting_since += stopped_s
+        return now - max(self.waiting_since, self.replica.heard_at)
 
     def _read(self) -> None:
         try:
@@ -499,9 +491,9 @@ class _Stream:
                     # Blocks while the consumer is slow. That does not count as a stall: the
                     # consumer checks for stalls only while no response waits for it.
                     self._put(rollout)
-                self._waiting_since = time.monotonic()
+                self.waiting_since = time.monotonic()
                 if self.replica.load.num_calls > self.replica.calls_at_once:
-                    self.replica.heard_at = self._waiting_since
+                    self.replica.heard_at = self.waiting_since
             self._put(None)
         except Exception as error:  # any error must reach the waiting consumer
             self.responses.cancel()

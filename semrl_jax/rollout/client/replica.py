@@ -181,10 +181,6 @@ class Replica(abc.ABC):
         return f"rollout replica {self.address}"
 
     @property
-    def is_deterministic(self) -> bool:
-        return self.description is not None and self.description.is_deterministic
-
-    @property
     def calls_at_once(self) -> int:
         """Generate calls that it gets at a time; one if it does not say."""
         told = self.description.calls_at_once if self.description else 0
