@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -28,9 +27,6 @@ from semrl_jax.rollout.wire.auth import (
 )
 from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
-
-if TYPE_CHECKING:
-    from semrl_jax.rollout.server.prometheus import MetricsServer
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +54,7 @@ class RolloutServer:
     _service: RolloutService
     _server: grpc.aio.Server
     _health: health.aio.HealthServicer
-    _metrics: MetricsServer | None
+    _close_metrics: Callable[[], None] | None
 
     def __post_init__(self):
         self._watch = asyncio.create_task(self._watch_engine())
@@ -73,8 +69,8 @@ class RolloutServer:
         self._watch.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-        if self._metrics is not None:
-            await asyncio.to_thread(self._metrics.close)
+        if self._close_metrics is not None:
+            await asyncio.to_thread(self._close_metrics)
         self._engine.close()
 
     async def _watch_engine(self) -> None:
@@ -131,18 +127,18 @@ async def serve(
     service = RolloutService(
         engine, replica_id=replica_id, in_flight=in_flight, stall_timeout_s=stall_timeout_s
     )
-    metrics = None
+    close_metrics = None
     if metrics_port:
         from semrl_jax.rollout.server.prometheus import MetricsServer
 
         tls = {"tls_certificate": tls_certificate, "tls_key": tls_key}
-        metrics = MetricsServer(
+        close_metrics = MetricsServer(
             service.counts,
             service.description,
             host=_plain(metrics_host),
             port=metrics_port,
             **({} if is_loopback(metrics_host) else tls),
-        )
+        ).close
     await engine.start()
     health_servicer = health.aio.HealthServicer()
     server = grpc.aio.server(
@@ -165,7 +161,9 @@ async def serve(
     await server.start()
     for name in ("", codec.SERVICE_NAME):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return RolloutServer(f"{target}:{bound}", engine, service, server, health_servicer, metrics)
+    return RolloutServer(
+        f"{target}:{bound}", engine, service, server, health_servicer, close_metrics
+    )
 
 
 def serve_until_signal(
