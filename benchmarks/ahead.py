@@ -41,11 +41,11 @@ from semrl_jax.data import tokenizer_hash
 from semrl_jax.models import tensor_specs
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE, new_token
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.types import Rollout, SampleRequest, SamplingParams, VersionSpan
+from tests.rollout.embedded import EmbeddedReplica
 
 CORES = sorted(os.sched_getaffinity(0))
 GROUPS, GROUP_S = 32, 0.1  # of a batch for several replicas; seconds for each group

@@ -179,8 +179,8 @@ class ReplicaProcess(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def embedded(size: str, token: str) -> Iterator[str]:
-    from semrl_jax.rollout.client.embedded import EmbeddedReplica
     from semrl_jax.rollout.engines.jax import JaxEngine
+    from tests.rollout.embedded import EmbeddedReplica
 
     with EmbeddedReplica(JaxEngine(policy_of(size)), token=token) as replica:
         yield replica.address

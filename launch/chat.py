@@ -18,7 +18,14 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
-from launch.fields import chosen_fields, config_of_policy, short_flags, values_of
+from launch.fields import (
+    OF_SAMPLING,
+    chosen_fields,
+    config_of_policy,
+    define_flags,
+    short_flags,
+    values_of,
+)
 from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
@@ -33,23 +40,17 @@ TEMPLATE = flags.DEFINE_string(
 MULTI_TURN = flags.DEFINE_bool(
     "multi_turn", None, "prompts have the conversation so far; default: with the template chat"
 )
-# Flags that set a field of the config: name -> (field, kind, help).
+# Flags that set a field of the config.
 FIELDS = {
     "temperature": ("evaluation.temperature", "float", "default 1; 0 is greedy"),
     "top_p": ("evaluation.top_p", "float", "default 1: all tokens"),
-    "top_k": ("evaluation.top_k", "integer", "default 0: all tokens"),
     "environment": ("environment.name", "string", "plays its episodes, docs/environments.md"),
     "system_prompt": ("data.system_prompt", "string", "for the template chat"),
     "metrics": ("evaluation.metrics", "bool", "measure the hidden states; default true"),
     "max_prompt_tokens": ("rollout.max_prompt_tokens", "integer", "limit of a prompt"),
-    "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
-    "engine": ("rollout.engine", "string", "jax or vllm"),
-    "seed": ("seed", "integer", "of the sampling"),
+    **OF_SAMPLING,
 }
-GIVEN = {
-    name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
-    for name, (field, kind, text) in FIELDS.items()
-}
+GIVEN = define_flags(FIELDS)
 DEFAULTS = {
     "evaluation.temperature": 1.0,
     "evaluation.top_p": 1.0,
@@ -82,11 +83,7 @@ def main() -> int:
 
 
 def prepare(config: ml_collections.ConfigDict) -> None:
-    """Sets the fields of the flags, and defaults other than those of training; checks all flags.
-
-    Raises:
-      UserError: for a wrong value.
-    """
+    """Sets the fields of the flags and the command's own defaults; UserError for a wrong value."""
     fields = chosen_fields(FIELDS, values_of(GIVEN), DEFAULTS, FIXED)
     config.update_from_flattened_dict(fields)
     cli.required(POLICY)

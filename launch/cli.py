@@ -53,6 +53,7 @@ def run(
     """
     program = f"python -m {sys.modules['__main__'].__spec__.name}"
     open_output()
+    message = None
     try:
         # Flags may follow the command word or names. Otherwise, other arguments are refused.
         flags.FLAGS.set_gnu_getopt(names or isinstance(main, Mapping))
@@ -72,24 +73,21 @@ def run(
         code = main(rest) if names else main()
     except UserError as error:
         # Always one line, even if the message quotes text with line breaks.
-        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
-        code = EXIT_USER_ERROR
+        message, code = " ".join(str(error).split()), EXIT_USER_ERROR
     except OSError as error:
         if error.errno in PATH_ERRNOS and error.filename:
             path = f"{error.filename!r:.300}"
-            print(f"{program}: {path}: {error.strerror}; name another path.", file=sys.stderr)
-            code = EXIT_USER_ERROR
+            message, code = f"{path}: {error.strerror}; name another path.", EXIT_USER_ERROR
         elif error.errno in DISK_ERRNOS:
             name = "" if error.filename is None else f"{error.filename}: "
-            print(
-                f"{program}: {name}{error.strerror}; free some space, the same command goes on",
-                file=sys.stderr,
-            )
+            message = f"{name}{error.strerror}; free some space, the same command goes on"
             code = 1
         else:
             raise
     except KeyboardInterrupt:
         code = 130
+    if message is not None:
+        print(f"{program}: {message}", file=sys.stderr)
     logging.shutdown()
     sys.exit(code)
 
@@ -228,18 +226,24 @@ def checked_config(
       check: raises UserError; it may set fields.
       short_flags: the flag that was given, by the field that `check` sets from it.
     """
+    given = flags.FLAGS[flag.name]
     try:
-        config = flag.value if flags.FLAGS[flag.name].present else required(flag)
+        config = flag.value if given.present else required(flag)
         hasattr(config, "lock")
     except OSError as error:  # ml_collections reports a failed load only at the first use
         raise UserError(f"--{flag.name}: {_first_reason(error)}") from None
     # ml_collections would accept a flag that replaces a section by a dict.
-    if any(isinstance(v, ConfigDict) for v in flags.FLAGS[flag.name].override_values.values()):
+    if any(isinstance(v, ConfigDict) for v in given.override_values.values()):
         _check_fields()
-    _check_complete(flags.FLAGS[flag.name].config_filename, config)
+    _check_complete(given.config_filename, config)
     config.lock()
     if "explain" in flags.FLAGS and flags.FLAGS.explain:
-        _explain(flags.FLAGS[flag.name], config, check, short_flags)
+        from launch.explain import explained
+
+        name, _, argument = given.config_filename.partition(":")
+        file = flatten(given.parser.parse(given.config_filename))
+        overridden = given.override_values
+        print(explained(config, check, file, argument or name, overridden, short_flags))
         sys.exit(0)
     check(config)
     return config
@@ -257,27 +261,6 @@ def _check_complete(file: str, config: Any) -> None:
         )
 
 
-def _explain(
-    flag: Any,
-    config: ConfigDict,
-    check: Callable[[ConfigDict], None],
-    short_flags: Mapping[str, str],
-) -> None:
-    from launch.explain import explained
-
-    name, _, argument = flag.config_filename.partition(":")
-    print(
-        explained(
-            config,
-            check,
-            file=flatten(flag.parser.parse(flag.config_filename)),
-            name_of_file=argument or name,
-            overridden=flag.override_values,
-            short_flags=short_flags,
-        )
-    )
-
-
 def _find_shipped() -> None:
     """Names a shipped config by its place if --config=configs/NAME.py is not in this directory."""
     for number, argument in enumerate(sys.argv):
@@ -288,14 +271,20 @@ def _find_shipped() -> None:
                 sys.argv[number] = f"{given[1] or ''}{shipped}{given[3] or ''}"
 
 
+def given_values(name: str) -> list[str]:
+    """The values of a flag among the arguments, as --name=value or --name value."""
+    found = []
+    for argument, following in itertools.pairwise([*sys.argv, ""]):
+        if match := re.fullmatch(rf"--?{re.escape(name)}(?:=(.*))?", argument, re.DOTALL):
+            found.append(following if match[1] is None else match[1])
+    return found
+
+
 def _take_users_options() -> None:
     """Lets flags set the options that a user's algorithm declares."""
     if not any(re.match(r"--?(no)?config\.algorithms\.options\.", one) for one in sys.argv):
         return  # the module of the algorithm loads JAX, and not every command needs it
-    name = None
-    for argument, following in itertools.pairwise([*sys.argv, ""]):
-        if found := re.fullmatch(r"--?config\.algorithms\.name(?:=(.*))?", argument):
-            name = following if found[1] is None else found[1]
+    name = next(reversed(given_values("config.algorithms.name")), None)
     parser = flags.FLAGS["config"].parser
     parse = parser.parse
 
@@ -353,11 +342,7 @@ def _check_fields() -> None:
     """Raises UserError for a config file that fails, or a flag that sets no field of it."""
     if "config" not in flags.FLAGS:
         return
-    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
-        given = re.fullmatch(r"--?config(=.*)?", argument, re.DOTALL)
-        if not given:
-            continue
-        path = following if given[1] is None else given[1][1:]
+    for path in given_values("config"):
         try:
             config = flags.FLAGS["config"].parser.parse(path)
         except Exception as error:  # of the user's own code

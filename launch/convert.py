@@ -56,15 +56,12 @@ def convert(
     family: str = "",
     adapter: bool = False,
 ) -> None:
-    """Makes `target` from `source`; see the flags.
-
-    Raises:
-      UserError: for a flag out of range, a source without parameters, or an existing target.
-    """
+    """Makes `target` from `source`; see the flags. UserError if one of them cannot be used."""
     if not source.is_dir() and source.suffix != ".gguf":
         raise UserError(f"--source={source} is not a directory, and no .gguf file.")
     if not 0 < max_shard_gb < float("inf"):
         raise UserError(f"--max_shard_gb={max_shard_gb:g} must be a finite number above 0.")
+    max_shard_bytes = round(max_shard_gb * 1e9)
     if source.suffix == ".gguf" or not (source / "config.json").exists():
         from semrl_jax.models import gguf  # here: mistakes and --help need no JAX
 
@@ -76,7 +73,7 @@ def convert(
                 )
             with cli.new_directory("target", target) as target:
                 print(f"reading {file}", flush=True)
-                gguf.convert(file, target, dtype, max_shard_bytes=round(max_shard_gb * 1e9))
+                gguf.convert(file, target, dtype, max_shard_bytes=max_shard_bytes)
                 print(f"done: {target} is a Hugging Face model directory", flush=True)
             return
     if (source / "adapter_config.json").is_file():
@@ -86,7 +83,7 @@ def convert(
                 "out."
             )
         with cli.new_directory("target", target) as target:
-            merge_adapter(source, target, dtype, round(max_shard_gb * 1e9), family)
+            save_merged(target, *merged_adapter(source, family), dtype, max_shard_bytes)
         return
     record = read_record(source)
     with cli.new_directory("target", target) as target:
@@ -100,7 +97,8 @@ def convert(
             if adapter:
                 export_adapter(folder, target, model, family)
             else:
-                export(folder, target, model, dtype, round(max_shard_gb * 1e9), family)
+                found = restored_policy(folder, model, family)
+                save_merged(target, *found, dtype, max_shard_bytes)
         elif "run_id" in record:
             raise UserError(f"--source={source} is a run without a checkpoint.")
         elif step is not None or dtype != "float32" or adapter:
@@ -124,22 +122,16 @@ def read_record(source: pathlib.Path) -> dict[str, Any]:
         ) from None
 
 
-def export(
-    folder: pathlib.Path,
-    target: pathlib.Path,
-    model: pathlib.Path,
-    dtype: str,
-    max_shard_bytes: int,
-    family: str,
-) -> None:
-    """Writes the parameters of a valid checkpoint as a Hugging Face directory like `model`."""
+def restored_policy(
+    folder: pathlib.Path, model: pathlib.Path, family: str
+) -> tuple[models.Params, models.DecoderConfig, pathlib.Path]:
+    """The parameters of a valid checkpoint, and what `save_merged` needs in addition to them."""
     from semrl_jax import models
     from semrl_jax.runs.adapters import restore_policy
 
     config = models.load_config(model, family)
     print(f"reading {folder}", flush=True)
-    params = restore_policy(folder, models.Policy(config), model)
-    save_merged(target, params, config, model, dtype, max_shard_bytes)
+    return restore_policy(folder, models.Policy(config), model), config, model
 
 
 def export_adapter(
@@ -148,6 +140,7 @@ def export_adapter(
     """Writes the adapters of a valid checkpoint in PEFT's format."""
     from semrl_jax import models
     from semrl_jax.runs import adapters
+    from semrl_jax.runs.checkpoint_files import restore_params
 
     config = models.load_config(model, family)
     record = adapters.adapter_record(folder)
@@ -156,23 +149,22 @@ def export_adapter(
             f"--adapter: checkpoint {folder} has no adapters, since lora.rank was 0; leave it out."
         )
     adapters.check_base(folder, record, model)
-    params = adapters.restore_adapter(folder, record, models.Policy(config))
+    params = restore_params(folder, record.lora.shapes(models.Policy(config).shapes()))
     models.peft.save_adapter(target, params, record.lora, config, model, record.base)
     print(f"done: {target} is an adapter of {record.base}, in PEFT's format", flush=True)
 
 
-def merge_adapter(
-    source: pathlib.Path, target: pathlib.Path, dtype: str, max_shard_bytes: int, family: str
-) -> None:
-    """Writes an adapter in PEFT's format and its base as one Hugging Face directory."""
+def merged_adapter(
+    source: pathlib.Path, family: str
+) -> tuple[models.Params, models.DecoderConfig, pathlib.Path]:
+    """An adapter in PEFT's format upon its base; see `restored_policy`."""
     from semrl_jax import models
 
     files = models.peft.find_adapter(source)
     model = files.base()
     config = models.load_config(model, family)
     params, lora = models.peft.load_adapter(files, config, model, files.base_name)
-    params = models.adapted(params, lora.base(models.load_params(model, config)))
-    save_merged(target, params, config, model, dtype, max_shard_bytes)
+    return models.adapted(params, lora.base(models.load_params(model, config))), config, model
 
 
 def save_merged(
@@ -184,7 +176,9 @@ def save_merged(
     max_shard_bytes: int,
 ) -> None:
     """Writes parameters, merged with adapters if they have some, as a directory like `model`."""
-    from semrl_jax import data, models
+    from semrl_jax import data
+    from semrl_jax.cluster.peers import Peers
+    from semrl_jax.runs.export import save_model
 
     try:
         tokenizer = data.load_tokenizer(model)
@@ -192,16 +186,8 @@ def save_merged(
         print(f"no tokenizer is written: {error}", flush=True)
         tokenizer = None
     print(f"writing {target}", flush=True)
-    models.save_directory(
-        target,
-        params,
-        config,
-        tokenizer,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        eos_token_id=models.eos_token_ids(model) or None,
-        base=read_json_object(model / "config.json"),
-    )
+    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    save_model(target, params, config, tokenizer, model, Peers(), **options)
     print(f"done: {target} is a Hugging Face model directory", flush=True)
 
 

@@ -16,14 +16,21 @@ setting (one line names it), 75 ended by a signal.
 import os
 import pathlib
 import re
-import sys
 
 import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
-from launch.fields import chosen_fields, config_of_policy, first_run, short_flags, values_of
+from launch.fields import (
+    OF_SAMPLING,
+    chosen_fields,
+    config_of_policy,
+    define_flags,
+    first_run,
+    short_flags,
+    values_of,
+)
 from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.settings.environment import PREFIX
 from semrl_jax.settings.evaluation import SAMPLING, complete
@@ -44,7 +51,7 @@ DRY_RUN = flags.DEFINE_bool("dry_run", False, "check everything, sample nothing,
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file; default: the config of the run, or configs/default.py"
 )
-# Flags that set a field of the config: name -> (field, kind, help).
+# Flags that set a field of the config.
 FIELDS = {
     "benchmarks": ("evaluation.benchmarks", "list", "names, files or modules, separated by commas"),
     "data_dir": ("evaluation.data_dir", "string", "where the files of named benchmarks are"),
@@ -52,7 +59,6 @@ FIELDS = {
     "k": ("evaluation.k", "list", "of pass@k, maj@k, best@k; default: powers of two up to n"),
     "temperature": ("evaluation.temperature", "float", "default 0.6; 0 is greedy"),
     "top_p": ("evaluation.top_p", "float", "default 0.95"),
-    "top_k": ("evaluation.top_k", "integer", "default 0: all tokens"),
     "num_problems": ("evaluation.num_problems", "integer", "at most, per benchmark; default: all"),
     "template": ("evaluation.template", "string", "prompt template, docs/data.md"),
     "verifier": ("evaluation.verifier", "string", "grader of all benchmarks, docs/verifiers.md"),
@@ -60,14 +66,10 @@ FIELDS = {
     "metrics": ("evaluation.metrics", "bool", "measure the hidden states, too"),
     "reward_model": ("evaluation.reward_model", "string", "sequence classifier for best@k"),
     "max_prompt_tokens": ("rollout.max_prompt_tokens", "integer", "longer prompts count as wrong"),
-    "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
-    "engine": ("rollout.engine", "string", "jax or vllm"),
-    "seed": ("seed", "integer", "of the sampling"),
+    **OF_SAMPLING,
 }
-GIVEN = {
-    name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
-    for name, (field, kind, text) in FIELDS.items()
-}
+
+GIVEN = define_flags(FIELDS)
 
 
 def main() -> int:
@@ -89,11 +91,7 @@ def main() -> int:
 
 
 def prepare(config: ml_collections.ConfigDict) -> None:
-    """Sets the fields of the flags, and defaults other than those of training; checks all flags.
-
-    Raises:
-      UserError: for a wrong value.
-    """
+    """Sets the fields of the flags and the command's own defaults; UserError for a wrong value."""
     given = flags.FLAGS["config"].override_values
     fields = chosen_fields(FIELDS, values_of(GIVEN), SAMPLING)
     if GIVEN["k"].value is not None:
@@ -103,7 +101,7 @@ def prepare(config: ml_collections.ConfigDict) -> None:
             f"--config.environment.name={given['environment.name']} has no meaning in "
             f"launch.evaluate; give --benchmarks={PREFIX}{given['environment.name']}."
         )
-    has_problems = CONFIG_GIVEN or first_run(sys.argv) is not None
+    has_problems = CONFIG_GIVEN or first_run() is not None
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
     config.update_from_flattened_dict(fields)
     if not POLICY.value:

@@ -23,17 +23,11 @@ AN_OPTION = Setting("an option of the algorithm; see docs/algorithms.md", "", Fa
 
 
 class Stages(NamedTuple):
-    """The values of all fields, by full name, after each stage that may change them.
+    """The values of all fields, by full name, after each stage that may change them."""
 
-    Attributes:
-      file: of the config file alone.
-      flags: with the flags --config.FIELD.
-      command: with what the command itself sets.
-    """
-
-    file: Mapping[str, Any]
-    flags: Mapping[str, Any]
-    command: Mapping[str, Any]
+    file: Mapping[str, Any]  # of the config file alone
+    flags: Mapping[str, Any]  # with the flags --config.FIELD
+    command: Mapping[str, Any]  # with what the command itself sets
 
 
 def origins(
@@ -45,7 +39,6 @@ def origins(
     """Where the value of each field comes from.
 
     Args:
-      name_of_file: of the config file.
       overridden: fields that a flag --config.FIELD sets.
       short_flags: the flag that was given, by the field that it sets.
     """
@@ -106,7 +99,6 @@ def _shown(value: Any) -> str:
 def explained(
     config: ConfigDict,
     check: Callable[[ConfigDict], None],
-    *,
     file: Mapping[str, Any],
     name_of_file: str,
     overridden: Mapping[str, Any],

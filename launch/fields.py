@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 import re
 import sys
@@ -13,6 +12,7 @@ import ml_collections
 from absl import flags
 
 import configs
+from launch import cli
 from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import run_of
@@ -21,6 +21,23 @@ from semrl_jax.types import HiddenStateParams
 SAMPLING = ("temperature", "top_p", "top_k")  # in config.rollout and in config.evaluation
 STATE_KINDS = ("decode", "prefill")
 NO_FIELDS: Mapping[str, Any] = {}
+Fields = Mapping[str, tuple[str, str, str]]  # field of the config, kind and help, by flag
+# Flags of every command that samples.
+OF_SAMPLING: Fields = {
+    "top_k": ("evaluation.top_k", "integer", "default 0: all tokens"),
+    "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
+    "engine": ("rollout.engine", "string", "jax or vllm"),
+    "seed": ("seed", "integer", "of the sampling"),
+}
+flags.disclaim_key_flags()  # those that `define_flags` defines are of the command
+
+
+def define_flags(fields: Fields) -> dict[str, flags.FlagHolder]:
+    """Defines a flag for each of these fields of the config."""
+    return {
+        name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
+        for name, (field, kind, text) in fields.items()
+    }
 
 
 def config_of_policy() -> bool:
@@ -28,9 +45,9 @@ def config_of_policy() -> bool:
 
     Returns whether it was given.
     """
-    given = any(re.match(r"--?config(=|$)", argument) for argument in sys.argv)
+    given = bool(cli.given_values("config"))
     if not given:
-        root, run = pathlib.Path(configs.__file__).parent, first_run(sys.argv)
+        root, run = pathlib.Path(configs.__file__).parent, first_run()
         default = f"{root / 'recorded.py'}:{run / 'config.json'}" if run else root / "default.py"
         sys.argv.insert(1, f"--config={default}")
     return given
@@ -44,28 +61,18 @@ def template_of_run(config: ml_collections.ConfigDict, file: str) -> str:
     return config.data.template
 
 
-def first_run(arguments: list[str]) -> pathlib.Path | None:
+def first_run() -> pathlib.Path | None:
     """The run of the first policy; None if it is no run."""
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        if found := re.fullmatch(r"--?policy(?:=(.*))?", argument):
-            return run_of(pathlib.Path(following if found[1] is None else found[1]))
-    return None
+    paths = cli.given_values("policy")
+    return run_of(pathlib.Path(paths[0])) if paths else None
 
 
 def fields_of_flags(
-    fields: Mapping[str, tuple[str, str, str]],
-    values: Mapping[str, Any],
-    overridden: Collection[str],
+    fields: Fields, values: Mapping[str, Any], overridden: Collection[str]
 ) -> dict[str, Any]:
-    """Values by field of the config.
+    """Values by field of the config; in `values`, None is of a flag that was not given.
 
-    Args:
-      fields: field, kind and help of each flag.
-      values: of the flags; None if not given.
-      overridden: fields that a flag --config.FIELD sets.
-
-    Raises:
-      UserError: if two flags set one field.
+    Raises UserError if a flag and a flag --config.FIELD, in `overridden`, set one field.
     """
     found = {}
     for name, (field, kind, _) in fields.items():
@@ -78,20 +85,15 @@ def fields_of_flags(
 
 
 def chosen_fields(
-    fields: Mapping[str, tuple[str, str, str]],
+    fields: Fields,
     values: Mapping[str, Any],
     defaults: Mapping[str, Any],
     fixed: Mapping[str, Any] = NO_FIELDS,
 ) -> dict[str, Any]:
     """Values by field of the config: of the flags, else the defaults of the command.
 
-    Args:
-      fields, values: as in `fields_of_flags`.
-      defaults: for fields that no flag sets.
-      fixed: fields that have no meaning in the command; it sets them itself.
-
-    Raises:
-      UserError: if two flags set one field, or a flag --config.FIELD sets a fixed one.
+    The `fixed` ones have no meaning in the command, which sets them itself. Raises UserError if two
+    flags set one field, or a flag --config.FIELD sets a fixed one.
     """
     overridden = flags.FLAGS["config"].override_values
     if wrong := sorted(fixed.keys() & overridden.keys()):
@@ -117,9 +119,7 @@ def values_of(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
     return {name: holder.value for name, holder in holders.items()}
 
 
-def short_flags(
-    fields: Mapping[str, tuple[str, str, str]], values: Mapping[str, Any]
-) -> dict[str, str]:
+def short_flags(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:
     """The flag that was given, by the field of the config that it sets; as `fields_of_flags`."""
     return {fields[name][0]: name for name, value in values.items() if value is not None}
 
@@ -127,15 +127,9 @@ def short_flags(
 def chosen_states(
     layers: Sequence[str], kinds: Sequence[str] | None, dtype: str
 ) -> HiddenStateParams | None:
-    """The hidden states that flags ask for.
+    """The hidden states that flags ask for; without `kinds`, of the response.
 
-    Args:
-      layers: texts such as "-1"; none: no states.
-      kinds: None: the states of the response.
-      dtype: of the states.
-
-    Raises:
-      UserError: for a wrong layer or kind.
+    Raises UserError for a wrong layer or kind.
     """
     given, kinds = kinds, kinds if kinds is not None else STATE_KINDS[:1]
     for layer in layers:

@@ -19,9 +19,11 @@ from ml_collections import config_flags
 
 from launch import cli
 from launch.fields import (
+    OF_SAMPLING,
     chosen_fields,
     chosen_states,
     config_of_policy,
+    define_flags,
     short_flags,
     template_of_run,
     values_of,
@@ -53,26 +55,20 @@ CONVERSATIONS = flags.DEFINE_enum(
     ("none", "all", "correct"),
     "responses to write as conversations for launch.sft; correct needs --verifier",
 )
-# Flags that set a field of the config: name -> (field, kind, help).
+# Flags that set a field of the config.
 FIELDS = {
     "prompts": ("data.files", "list", ".jsonl or .parquet files, separated by commas"),
     "n": ("evaluation.n", "integer", "responses per prompt; default 1"),
     "temperature": ("evaluation.temperature", "float", "default 1; 0 is greedy"),
     "top_p": ("evaluation.top_p", "float", "default 1: all tokens"),
-    "top_k": ("evaluation.top_k", "integer", "default 0: all tokens"),
     "template": ("data.template", "string", "prompt template, docs/data.md"),
     "verifier": ("evaluation.verifier", "string", "grades the responses, docs/verifiers.md"),
     "metrics": ("evaluation.metrics", "bool", "measure the hidden states"),
     "states_dtype": ("hidden_states.dtype", "string", "bfloat16 or float32"),
     "max_prompt_tokens": ("rollout.max_prompt_tokens", "integer", "longer prompts are left out"),
-    "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
-    "engine": ("rollout.engine", "string", "jax or vllm"),
-    "seed": ("seed", "integer", "of the sampling"),
+    **OF_SAMPLING,
 }
-GIVEN = {
-    name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
-    for name, (field, kind, text) in FIELDS.items()
-}
+GIVEN = define_flags(FIELDS)
 DEFAULTS = {
     "evaluation.n": 1,
     "evaluation.temperature": 1.0,
@@ -115,11 +111,7 @@ def main() -> int:
 
 
 def prepare(config: ml_collections.ConfigDict) -> None:
-    """Sets the fields of the flags, and defaults other than those of training; checks all flags.
-
-    Raises:
-      UserError: for a wrong value.
-    """
+    """Sets the fields of the flags and the command's own defaults; UserError for a wrong value."""
     given = flags.FLAGS["config"].override_values
     fields = chosen_fields(FIELDS, values_of(GIVEN), DEFAULTS, FIXED)
     if not {"data.template"} & {*fields, *given}:

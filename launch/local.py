@@ -12,7 +12,7 @@ another process was lost; 128 + N: killed by signal N).
 """
 
 import contextlib
-import ctypes
+import functools
 import os
 import queue
 import re
@@ -27,6 +27,7 @@ from absl import flags
 
 from launch import cli
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.guard import die_with_parent
 
 PROCESSES = flags.DEFINE_integer(
     "processes", None, "number of processes of launch.train", lower_bound=1, upper_bound=256
@@ -37,8 +38,6 @@ DEVICES = flags.DEFINE_integer(
 GRACE_S = flags.DEFINE_float(
     "grace_s", 60.0, "from SIGTERM to SIGKILL; must be above training.grace_s to save a checkpoint"
 )
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def main() -> int:
@@ -110,7 +109,7 @@ class Job:
         }
         place = {"coordinator": address, "num_processes": self._count, "process_id": index}
         settings = [f"--config.distributed.{field}={value}" for field, value in place.items()]
-        parent = os.getpid()
+        dies_with_this = functools.partial(die_with_parent, os.getpid(), signal.SIGKILL)
         return subprocess.Popen(
             [*self._command, *settings],
             env=environment,
@@ -119,7 +118,7 @@ class Job:
             stderr=subprocess.STDOUT,
             # In a session of its own, a process gets the SIGINT of Ctrl-C only once, from here.
             start_new_session=True,
-            preexec_fn=(lambda: _die_with(parent)) if sys.platform == "linux" else None,
+            preexec_fn=dies_with_this if sys.platform == "linux" else None,
         )
 
     def _watch(self, index: int) -> threading.Thread:
@@ -173,13 +172,6 @@ def _free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def _die_with(parent: int) -> None:
-    """Runs in the child before its program: asks the kernel to kill it when the parent ends."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before this call
-        os._exit(1)
 
 
 if __name__ == "__main__":

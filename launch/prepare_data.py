@@ -85,7 +85,13 @@ def main() -> int:
     path = pathlib.Path(INPUT.value or download(name, source.file.format(split=SPLIT.value)))
     if os.path.exists(output) and os.path.exists(path) and output.samefile(path):
         raise UserError(f"--output={output} is the input; name another file.")
-    rows, num_bad_rows = read_valid_rows(path, name)
+    reader = data.row_reader(source.row_format, answer_after=source.answer_after)
+    # SimpleRL-Zoo's rows are kept whole. From other sets, only the fields needed are read.
+    whole = source.row_format == "simplerl"
+    rows, num_bad_rows = valid_rows(path, reader, name, () if whole else reader.fields)
+    if not whole:
+        # GSM8K rows keep the published worked solution, so the same settings read both files.
+        rows = [row | {"data_source": name} for row in rows]
     write_rows(output, rows)
     bad = f"; {num_bad_rows} bad rows left out" if num_bad_rows else ""
     print(f"{len(rows)} rows of {path} written to {output}{bad}.")
@@ -135,11 +141,7 @@ def prepare_benchmarks(name: str, output: pathlib.Path) -> int:
 
 
 def prepare_benchmark(name: str, path: pathlib.Path, output: pathlib.Path) -> None:
-    """Checks a file of a benchmark and writes its rows as they are.
-
-    Raises:
-      UserError: if the file cannot be read or has no valid row, or the output cannot be written.
-    """
+    """Writes the valid rows of a file as they are; raises as `valid_rows` and `write_rows`."""
     if os.path.exists(output) and os.path.exists(path) and output.samefile(path):
         raise UserError(f"--output={output} is the input; name another file.")
     rows, num_bad_rows = valid_rows(path, BenchmarkReader(find(name)), name)
@@ -151,11 +153,7 @@ def prepare_benchmark(name: str, path: pathlib.Path, output: pathlib.Path) -> No
 
 
 def fetch(url: str, path: pathlib.Path) -> None:
-    """Downloads a file.
-
-    Raises:
-      UserError: if it cannot be fetched.
-    """
+    """Downloads a file; UserError if it cannot be fetched."""
     print(f"fetching {url}", flush=True)
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
@@ -173,8 +171,7 @@ def fetch(url: str, path: pathlib.Path) -> None:
 def download(name: str, file: str) -> str:
     """The path of a file of the set in the hub's cache; without a network, an earlier copy.
 
-    Raises:
-      UserError: if there is no network and no copy, no such file, or no permission to read it.
+    Raises UserError if there is neither, no such file, or no permission to read it.
     """
     import huggingface_hub
     from huggingface_hub.errors import HTTPError  # the error of the HTTP library that the hub uses
@@ -202,28 +199,12 @@ def download(name: str, file: str) -> str:
         ) from e
 
 
-def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]], int]:
-    """The valid rows of a set's file, as they will be written, and the number of bad rows.
-
-    Raises:
-      UserError: if the file cannot be read or has no valid row.
-    """
-    source = DATASETS[name]
-    reader = data.row_reader(source.row_format, answer_after=source.answer_after)
-    # SimpleRL-Zoo's rows are kept whole. From other sets, only the fields needed are read.
-    whole = source.row_format == "simplerl"
-    rows, num_bad_rows = valid_rows(path, reader, name, () if whole else reader.fields)
-    # GSM8K rows keep the published worked solution, so the same settings read both files.
-    return rows if whole else [row | {"data_source": name} for row in rows], num_bad_rows
-
-
 def valid_rows(
     path: pathlib.Path, reader: Any, name: str, fields: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], int]:
     """The rows that a reader accepts, and the number of the others, which are named.
 
-    Raises:
-      UserError: if the file cannot be read or has no valid row.
+    Raises UserError if the file cannot be read or has no valid row.
     """
     bad_rows = data.BadRows(skip=True, report=print)
     rows = []
@@ -246,8 +227,7 @@ def valid_rows(
 def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """Writes a .jsonl or .parquet file, which appears only when it is complete.
 
-    Raises:
-      UserError: if it cannot be written, or the format cannot hold a row.
+    Raises UserError if it cannot be written, or the format cannot hold a row.
     """
     staging = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:

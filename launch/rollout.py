@@ -85,11 +85,8 @@ def in_background(function: Callable[..., None], *arguments: Any) -> None:
 def prepare_environment(model_path: str, directory: str) -> None:
     """Sets the variables that JAX, vLLM and the hub read on import.
 
-    Those with `setdefault` keep the value that the user has set.
-
-    Args:
-      model_path: config.model.path.
-      directory: for the sockets of vLLM, which does not remove them.
+    Those with `setdefault` keep the value that the user has set. The directory is for the sockets
+    of vLLM, which does not remove them.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # vLLM uses the accelerators
     # A forked process that has JAX loaded can hang. It also does not import this file again, and so

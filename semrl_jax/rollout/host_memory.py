@@ -42,8 +42,14 @@ def _of_machine(root: pathlib.Path, name: str) -> int:
 
 def _left_in_groups(root: pathlib.Path) -> Iterator[int]:
     """Bytes left in each control group of this process, and in each group around it."""
-    for folder, names in _groups(root):
-        yield from _left_in_group(folder, *names)
+    for folder, (limit, used, reclaimable) in _groups(root):
+        try:
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        except OSError:
+            continue  # the group is not visible here, or has no limit, as the outermost one
+        if most != "max":
+            stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+            yield max(int(most) - now + int(stat.get(reclaimable, 0)), 0)
 
 
 def _groups(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[str, str, str]]]:
@@ -61,16 +67,6 @@ def _groups(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[str, str, 
         for folder in (own, *own.parents):
             if folder.is_relative_to(top):
                 yield folder, names
-
-
-def _left_in_group(folder: pathlib.Path, limit: str, used: str, reclaimable: str) -> Iterator[int]:
-    try:
-        most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
-    except OSError:
-        return  # the group is not visible here, or has no limit, as the outermost one
-    if most != "max":
-        stat = dict(line.split() for line in _lines(folder / "memory.stat"))
-        yield max(int(most) - now + int(stat.get(reclaimable, 0)), 0)
 
 
 def _lines(file: pathlib.Path) -> list[str]:

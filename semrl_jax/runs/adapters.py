@@ -19,18 +19,12 @@ META = "lora"  # in the meta data of a checkpoint
 
 
 class AdapterRecord(NamedTuple):
-    """What a checkpoint of adapters says about them and their base.
+    """What a checkpoint of adapters says about them and their base."""
 
-    Attributes:
-      base: how the base is named: a hub id or a directory.
-      base_sample: identifies its weights, see `peft.base_sample`.
-      base_dtype: that it was trained with.
-      modules, rank, alpha, rank_stabilized: as in `models.Lora`.
-    """
-
-    base: str
-    base_sample: str
-    base_dtype: str
+    base: str  # its name: a hub id as the user gave it, else the absolute directory
+    base_sample: str  # identifies its weights, see `peft.base_sample`
+    base_dtype: str  # that it was trained with
+    # Further fields are those of `models.Lora`.
     modules: tuple[str, ...]
     rank: int
     alpha: float
@@ -41,9 +35,11 @@ class AdapterRecord(NamedTuple):
         cls, lora: models.Lora, path: str, directory: pathlib.Path, base_dtype: str
     ) -> AdapterRecord:
         """The record of adapters upon the model in `directory`, which the user named `path`."""
-        name = base_name(path, directory)
+        is_hub_id = path and not pathlib.Path(path).is_dir()
+        name = path if is_hub_id else str(directory.absolute())
         sample = peft.base_sample(directory)
-        return cls(name, sample, base_dtype, lora.modules, *_options(lora))
+        options = lora.modules, lora.rank, lora.alpha, lora.rank_stabilized
+        return cls(name, sample, base_dtype, *options)
 
     @property
     def lora(self) -> models.Lora:
@@ -54,17 +50,10 @@ class AdapterRecord(NamedTuple):
         return {META: self._asdict() | {"modules": list(self.modules)}}
 
 
-def base_name(path: str, directory: pathlib.Path) -> str:
-    """How an adapter names its base: a hub id as it is, else the absolute directory."""
-    is_hub_id = path and not pathlib.Path(path).is_dir()
-    return path if is_hub_id else str(directory.absolute())
-
-
 def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:
     """The record of a valid checkpoint; None if it holds all parameters.
 
-    Raises:
-      UserError: if this version cannot read it.
+    Raises UserError if this version cannot read it.
     """
     found = read_meta(folder).get(META)
     if found is None:
@@ -87,26 +76,13 @@ def check_base(folder: pathlib.Path, record: AdapterRecord, directory: pathlib.P
         )
 
 
-def restore_adapter(
-    folder: pathlib.Path, record: AdapterRecord, policy: models.Policy
-) -> models.Params:
-    """The adapters of a valid checkpoint; raises as `restore_params`."""
-    return restore_params(folder, record.lora.shapes(policy.shapes()))
-
-
 def restore_policy(
     folder: pathlib.Path, policy: models.Policy, model: pathlib.Path, mesh: Mesh | None = None
 ) -> models.Params:
-    """The policy of a valid checkpoint; adapters are joined with their base.
+    """The policy of a valid checkpoint; adapters are joined with their base, in `model`.
 
-    Args:
-      folder: of all parameters or of adapters.
-      policy: its architecture.
-      model: the directory of the base, if it has adapters.
-      mesh: for the parameters; None: on the host or the default device.
-
-    Raises:
-      UserError: if the checkpoint or the base does not fit.
+    Without a mesh, it is on the host or the default device. Raises UserError if the checkpoint or
+    the base does not fit.
     """
     record, shapes = adapter_record(folder), policy.shapes()
     like = shapes if record is None else record.lora.shapes(shapes)
@@ -135,7 +111,3 @@ def check_resumed(meta: Mapping[str, Any], own: AdapterRecord | None, folder: pa
             f"checkpoint {folder} has adapters of {there['base']}, whose weights are not those of "
             f"{own.base}; restore the weights that the run began with."
         )
-
-
-def _options(lora: models.Lora) -> tuple[int, float, bool]:
-    return lora.rank, lora.alpha, lora.rank_stabilized

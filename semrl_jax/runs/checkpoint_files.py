@@ -170,12 +170,7 @@ def restore_params(folder: pathlib.Path, like: Params) -> Params:
     """
     stored = like
     if "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(_stored(folder)["params"])}:
-        stored = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, jnp.bfloat16, sharding=getattr(leaf, "sharding", None)
-            ),
-            like,
-        )
+        stored = jax.tree.map(lambda leaf: _abstract(leaf, jnp.bfloat16), like)
     check_structure(folder, {"params": stored}, "params/")
     found = restore_tree(folder, {"params": stored})["params"]
     return jax.tree.map(lambda leaf, as_in: leaf.astype(as_in.dtype), found, like)
@@ -191,12 +186,7 @@ def restore_tree(folder: pathlib.Path, like: Any) -> Any:
     Raises:
       UnreadableError: if tensorstore cannot read them.
     """
-
-    def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(leaf, "sharding", None)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    abstract = jax.tree.map(abstract_leaf, like)
+    abstract = jax.tree.map(_abstract, like)
     state = ocp.args.PyTreeRestore(
         abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -208,6 +198,11 @@ def restore_tree(folder: pathlib.Path, like: Any) -> Any:
             return checkpointer.restore(folder.absolute(), args=args).state
     except ValueError as error:  # from tensorstore, for bytes that are not an array
         raise UnreadableError(folder, error) from error
+
+
+def _abstract(leaf: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
 
 
 def file_checksums(folder: pathlib.Path) -> dict[str, list]:

@@ -53,11 +53,8 @@ class Checkpoints:
 
     Args:
       directory: made if missing; used by this run only.
-      keep: number of newest checkpoints to keep; older ones are removed after a newer one is
-        sealed.
-      every_steps: steps between two saves, see `due`; 0: only `extra_steps` and the last step.
-      keep_every: multiples of this step are saved and never removed; 0: none.
-      extra_steps: steps that are saved and never removed.
+      keep, every_steps, keep_every, extra_steps: as in `config.checkpoints`. Old checkpoints are
+        removed after a newer one is sealed.
       warn: called with one line for each checkpoint that cannot be trusted or written, also from
         another thread.
       peers: the processes that hold the state. Each writes its part; only process 0 removes.

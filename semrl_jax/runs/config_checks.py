@@ -58,19 +58,15 @@ def validate(config: ml_collections.ConfigDict) -> None:
         if name not in METRICS:
             load_metric(name)
     _check_algorithm(config)
-    _check_optimizer(config)
+    from semrl_jax.training.optimizer import load_direction
+
+    for name in ("training", "critic", "sft"):
+        load_direction(config, name)
     if config.metrics.probes:
         from semrl_jax.training.probes import load_probe
 
         for name in config.metrics.probes:
             load_probe(name)
-
-
-def _check_optimizer(config: ml_collections.ConfigDict) -> None:
-    from semrl_jax.training.optimizer import load_direction
-
-    for name in ("training", "critic", "sft"):
-        load_direction(config, name)
 
 
 def _check_algorithm(config: ml_collections.ConfigDict) -> None:
@@ -79,20 +75,17 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
 
     add_users_options(config, config.algorithms.name)  # so that a resume compares them
     algorithm = load_algorithm(config.algorithms.to_dict())
-    overlong, limit = (
-        config.algorithms.batch_rules.overlong_tokens,
-        config.rollout.max_response_tokens,
-    )
-    if overlong > limit:
+    rules, rollout = config.algorithms.batch_rules, config.rollout
+    if rules.overlong_tokens > rollout.max_response_tokens:
         raise UserError(
-            f"algorithms.batch_rules.overlong_tokens={overlong} must be at most "
-            f"rollout.max_response_tokens={limit}."
+            f"algorithms.batch_rules.overlong_tokens={rules.overlong_tokens} must be at most "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}."
         )
     importance = importance_options(config)
+    if importance["level"] == "none":
+        importance |= {"level": "token"}
     try:
-        check_importance(
-            **importance | ({"level": "token"} if importance["level"] == "none" else {})
-        )
+        check_importance(**importance)
     except ValueError as error:
         raise UserError(f"algorithms.importance.{error}") from None
     if config.critic.path and not algorithm.needs.values:
@@ -107,23 +100,19 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             "the former or raise the latter."
         )
     least = 2 if algorithm.needs.groups else 1
-    if config.rollout.group_size < least:
+    if rollout.group_size < least:
         raise UserError(
-            f"rollout.group_size={config.rollout.group_size} must be at least {least} with "
+            f"rollout.group_size={rollout.group_size} must be at least {least} with "
             f"algorithms.name={config.algorithms.name!r}, which compares the responses of a group."
         )
-    rounds = config.algorithms.batch_rules.max_sampling_rounds
-    if rounds and config.rollout.group_size < 2:
+    rounds = rules.max_sampling_rounds
+    if rounds and rollout.group_size < 2:
         raise UserError(
             f"algorithms.batch_rules.max_sampling_rounds={rounds} keeps groups with unequal "
-            f"rewards, but rollout.group_size={config.rollout.group_size}; raise it to 2 or more, "
+            f"rewards, but rollout.group_size={rollout.group_size}; raise it to 2 or more, "
             "or set max_sampling_rounds=0."
         )
-    if (
-        rounds
-        and config.algorithms.batch_rules.keep_groups_by == "reward"
-        and config.rewards.model.path
-    ):
+    if rounds and rules.keep_groups_by == "reward" and config.rewards.model.path:
         raise UserError(
             f"algorithms.batch_rules.max_sampling_rounds={rounds} keeps groups by their rewards "
             "while responses are sampled, but the scores of rewards.model come later; set "

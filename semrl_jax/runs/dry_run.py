@@ -63,13 +63,8 @@ class Summary:
 def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     """Checks a training run: settings, files, model, verifiers, replicas, memory, disk.
 
-    With several processes, each checks what it sees itself, on its own devices.
-
-    Returns:
-      0, the exit code.
-
-    Raises:
-      UserError: for the first thing that would end the run.
+    With several processes, each checks what it sees itself, on its own devices. Returns 0, the exit
+    code. Raises UserError for the first thing that would end the run.
     """
     validate(config)
     check_trackers(config.logging)
@@ -102,7 +97,9 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     )
     check_replicas(config, inputs.policy, inputs.tokenizer, pathlib.Path(workdir), summary)
     _say_memory(config, inputs, mesh, summary)
-    _check_run(config, workdir, resumed, _checkpoint_bytes(config, inputs), summary)
+    trained = {"training": inputs.policy, "critic": inputs.critic}
+    size = _checkpoint_bytes(config, inputs.lora, **trained)
+    _check_run(config, workdir, resumed, size, summary)
     return 0
 
 
@@ -122,9 +119,7 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     resumed = check_workdir(workdir, given, inputs.hashes())
     say_model(config, source, inputs.policy, summary)
     summary("training", f"{len(batches_of(config, inputs))} steps")
-    policy = inputs.policy
-    per = per_parameter(config, "training", policy, inputs.lora)
-    size = per.in_checkpoint * num_trained(policy.config, inputs.lora)
+    size = _checkpoint_bytes(config, inputs.lora, training=inputs.policy)
     _check_run(config, workdir, resumed, size, summary)
     return 0
 
@@ -190,8 +185,7 @@ def check_replicas(
 ) -> None:
     """Connects to `rollout.addresses`; checks that replicas of its own could be started.
 
-    Args:
-      directory: of the run that the replicas may belong to.
+    The directory is that of a run to which the replicas may belong.
     """
     rollout = config.rollout
     if is_embedded(config):
@@ -217,14 +211,17 @@ def check_replicas(
             summary("replicas", *rollout.addresses, "all answer and fit")
 
 
-def _checkpoint_bytes(config: ml_collections.ConfigDict, inputs: Inputs) -> float:
-    """Size of a checkpoint of the policy and the critic; with LoRA, of their adapters."""
-    size = 0.0
-    for name, model in (("training", inputs.policy), ("critic", inputs.critic)):
-        if model is not None:
-            per = per_parameter(config, name, model, inputs.lora)
-            size += per.in_checkpoint * num_trained(model.config, inputs.lora)
-    return size
+def _checkpoint_bytes(
+    config: ml_collections.ConfigDict,
+    lora: models.Lora | None,
+    **trained: models.Policy | models.ValueModel | None,
+) -> float:
+    """Size of a checkpoint of models, by section; with LoRA, of their adapters."""
+    return sum(
+        per_parameter(config, name, model, lora).in_checkpoint * num_trained(model.config, lora)
+        for name, model in trained.items()
+        if model is not None
+    )
 
 
 def _say_memory(

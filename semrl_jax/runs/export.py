@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from semrl_jax import models
-from semrl_jax.cluster.agreement import run_phase
+from semrl_jax.cluster.agreement import on_first
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.support.safe_files import read_json_object
 
-ADAPTER = "adapter"  # in a run directory
+if TYPE_CHECKING:
+    from semrl_jax.runs.run import Run
+
+MODEL, ADAPTER = "model", "adapter"  # in the directory of a finished run
 
 
 def save_model(
@@ -21,53 +23,56 @@ def save_model(
     tokenizer: Any,
     base: pathlib.Path,
     peers: Peers,
-    dtype: str = "float32",
+    **options: Any,
 ) -> None:
     """Writes the directory, completely or not at all; one that exists is replaced.
 
     Only process 0 writes; all must call it.
 
     Args:
-      directory: for transformers, vLLM and config.model.path.
       params: of the policy, perhaps on several hosts.
-      architecture, tokenizer: of the policy.
       base: model directory that training began with. Other settings of its config.json are kept.
-      peers: the processes of the run.
-      dtype: of the weights in the files.
+      options: further ones of `models.save_directory`.
     """
     if peers.count > 1:
         params = models.to_host(params)
 
     def save() -> None:
-        if peers.index == 0:
-            models.save_directory(
-                directory,
-                params,
-                architecture,
-                tokenizer,
-                dtype=dtype,
-                eos_token_id=models.eos_token_ids(base) or None,
-                base=read_json_object(base / "config.json"),
-            )
+        models.save_directory(
+            directory,
+            params,
+            architecture,
+            tokenizer,
+            eos_token_id=models.eos_token_ids(base) or None,
+            base=read_json_object(base / "config.json"),
+            **options,
+        )
 
-    run_phase(peers, "save_model", save)
+    on_first(peers, "save_model", save)
 
 
-def save_adapter(
-    directory: pathlib.Path,
+def save_trained(
+    run: Run,
     params: models.Params,
-    record: AdapterRecord,
+    frozen: models.Base | None,
     architecture: models.DecoderConfig,
     base: pathlib.Path,
     peers: Peers,
+    dtype: str = "float32",
 ) -> None:
-    """Writes adapters, perhaps on several hosts, for `peft` and `lora.path`; as `save_model`."""
+    """Writes the model of a run, and its adapters for `peft` and `lora.path`; as `save_model`.
+
+    `params` are all parameters of the policy, or adapters upon `frozen`.
+    """
+    path, whole = run.workdir.path, models.adapted(params, frozen)
+    save_model(path / MODEL, whole, architecture, run.tokenizer, base, peers, dtype=dtype)
+    if (record := run.checkpoints.adapter) is None:
+        return
     if peers.count > 1:
         params = models.to_host(params)
 
     def save() -> None:
-        if peers.index == 0:
-            name = record.base
-            models.peft.save_adapter(directory, params, record.lora, architecture, base, name)
+        target, name = path / ADAPTER, record.base
+        models.peft.save_adapter(target, params, record.lora, architecture, base, name)
 
-    run_phase(peers, "save_adapter", save)
+    on_first(peers, "save_adapter", save)

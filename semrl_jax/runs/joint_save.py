@@ -18,9 +18,8 @@ POLL_S = 0.1
 class JointSave:
     """One save by several processes. In a single process, all methods return at once.
 
-    Args:
-      name: name of this save; the same in every process and never used before.
-      peers: the processes.
+    The name of a save was never used before. It is the same in every process, and so is the name of
+    a point.
     """
 
     def __init__(self, name: str, peers: Peers):
@@ -38,11 +37,6 @@ class JointSave:
 
     def wait(self, point: str, timeout_s: float, *, whatever_failed: bool = False) -> None:
         """Arrives at a point and waits until all others have arrived.
-
-        Args:
-          point: name of the point; the same in every process.
-          timeout_s: time limit for the others.
-          whatever_failed: whether to wait on although another process has failed.
 
         Raises:
           OSError: the disk error of another process, unless `whatever_failed`.

@@ -20,7 +20,7 @@ from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.consistency import check_same
-from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
+from semrl_jax.runs.export import ADAPTER, MODEL, save_trained
 from semrl_jax.runs.profiling import profiled
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import OpenRun, open_run
@@ -43,7 +43,6 @@ Work = Generator[Any, None, int]
 EXIT_NOT_SAVED = EXIT_FAILED = 1
 EXIT_MISTAKE = 2
 EXIT_PREEMPTED = 75
-MODEL = "model"  # Hugging Face directory of a finished run
 
 
 def join_others(
@@ -51,11 +50,7 @@ def join_others(
 ) -> tuple[Peers, Reporter]:
     """The processes of this job, and a reporter that prints only in process 0.
 
-    Args:
-      quiet: of the reporter.
-
-    Raises:
-      UserError: if a process cannot be reached, or `distributed.phase_timeout_s` is too small.
+    Raises UserError if a process cannot be reached, or `distributed.phase_timeout_s` is too small.
     """
     settings = config.distributed
     place = find_place(settings, environ)
@@ -164,11 +159,8 @@ def start(
     """Joins the processes, opens the directory and the run, and works; see `train`.
 
     Args:
-      config: of the run.
-      workdir: the directory of the run.
       open_: makes the parts of the run, as `open_run` does.
       work: gets the config and these parts.
-      quiet: see `train`.
     """
     validate(config)
     check_trackers(config.logging)
@@ -250,8 +242,10 @@ def _train(
         end_early(run, state, Preempted("stopped"))
         raise
     except TooFewGroups:
-        if int(state.step) > first_step:
-            _save_before_end(run, state)
+        if int(state.step) > first_step:  # other settings can continue from the last step
+            run.checkpoints.save(state)
+            found = run.checkpoints.failure() or f"saved a checkpoint of step {int(state.step)}"
+            reporter.notice(f"too few groups: {found}; more rounds continue from it")
         run.draw_report()
         raise
     except NonFiniteUpdates as error:
@@ -276,13 +270,9 @@ def _train(
     if run.answers is not None:
         run.answers.end()
     if dtype := config.training.export:
-        policy, peers = opened.learner.policy, opened.learner.peers
-        model = directory.path / MODEL
-        whole = opened.learner.whole(state.params)
-        save_model(model, whole, policy.config, run.tokenizer, opened.start, peers, dtype)
-        if record := run.checkpoints.adapter:
-            beside = directory.path / ADAPTER
-            save_adapter(beside, state.params, record, policy.config, opened.start, peers)
+        learner, start = opened.learner, opened.start
+        architecture = learner.policy.config
+        save_trained(run, state.params, learner.base, architecture, start, learner.peers, dtype)
     end(run, f"done: {num_steps} steps")
     return 0
 
@@ -310,13 +300,6 @@ def end(run: Run, line: str) -> None:
         ["launch.report", short_path(path), "--serve"],
     ]
     run.reporter.ending(line, places, commands)
-
-
-def _save_before_end(run: Run, state: TrainState) -> None:
-    """Saves the state of the last finished step, so that other settings can continue from it."""
-    run.checkpoints.save(state)
-    found = run.checkpoints.failure() or f"saved a checkpoint of step {int(state.step)}"
-    run.reporter.notice(f"too few groups: {found}; more rounds continue from it")
 
 
 def announce(run: Run, first_step: int) -> None:

@@ -139,18 +139,14 @@ def least_parts_sft(
 
 
 class _Sizes:
-    """Sizes of models on one device, or on all of this process if they share a memory.
-
-    Attributes:
-      num_devices: that share a memory.
-      away: what is in another memory than the devices'.
-    """
+    """Sizes of models on one device, or on all of this process if they share a memory."""
 
     def __init__(
         self, config: ml_collections.ConfigDict, mesh: Mesh, lora: models.Lora | None
     ) -> None:
         self._config, self._mesh, self._lora = config, mesh, lora
         self.num_devices = len(mesh.local_devices) if is_machine(mesh) else 1
+        # What is in another memory than the devices'.
         self.away = () if is_machine(mesh) else tuple(config.training.offload)
 
     def of_update(

@@ -19,23 +19,14 @@ from semrl_jax.support.run_directory import START, distinct_names, record_of, ru
 
 
 class PolicySource(NamedTuple):
-    """Where the weights of one policy are.
+    """Where the weights of one policy are."""
 
-    Attributes:
-      name: unique among the policies of a command; also the name of its directory of results.
-      model: directory with the architecture and the tokenizer.
-      checkpoint: directory with the weights; None: they are in `model`.
-      step: step of the run; 0 for a model directory.
-      adapter: directory in PEFT's format, upon `model`; None: there is none.
-      family: `model.family` of the run; "": the field `model_type` in `model` decides.
-    """
-
-    name: str
-    model: pathlib.Path
-    checkpoint: pathlib.Path | None = None
-    step: int = 0
-    adapter: pathlib.Path | None = None
-    family: str = ""
+    name: str  # unique among the policies of a command; also of its directory of results
+    model: pathlib.Path  # directory with the architecture and the tokenizer
+    checkpoint: pathlib.Path | None = None  # directory with the weights; None: they are in `model`
+    step: int = 0  # of the run; 0 for a model directory
+    adapter: pathlib.Path | None = None  # directory in PEFT's format, upon `model`
+    family: str = ""  # `model.family` of the run; "": the field `model_type` in `model` decides
 
     def check(self, policy: models.Policy) -> None:
         """Raises UserError if the files are damaged or do not fit."""

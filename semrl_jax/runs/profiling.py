@@ -14,16 +14,11 @@ from semrl_jax.training.loop import StepResult
 def profiled(
     results: Iterator[StepResult], first_step: int, steps: range, directory: pathlib.Path
 ) -> Iterator[StepResult]:
-    """Takes the steps, and records those in `steps`.
+    """Takes the steps from `first_step` on, and records those in `steps`.
 
     The profile has one marker per step and one per phase of the log (`time/<phase>_s`). It is
-    written when its last step ends, or when the training ends before that.
-
-    Args:
-      results: of `run_steps`.
-      first_step: the number of the first result.
-      steps: to record; empty: none.
-      directory: where `plugins/profile/<time>/` is made.
+    written to `plugins/profile/<time>/` in the directory when its last step ends, or when the
+    training ends before that.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # calls of Python functions would be most of the file

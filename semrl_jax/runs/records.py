@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from semrl_jax.runs.trackers import TensorBoard, Tracker
+from semrl_jax.runs.trackers import Tracker
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
 from semrl_jax.support.rows import read_log, read_rows
@@ -26,22 +26,11 @@ class MetricWriter:
 
     Opening removes rows at or after `first_step`, so that no step occurs twice in a resumed run. A
     tracker that still has the rows of an earlier start gets none of them again but the last, which
-    may have had an evaluation only. A step that is repeated has the same numbers.
-
-    Args:
-      workdir: of the run.
-      first_step: of this start.
-      trackers: TensorBoard in the workdir if not given; closed with the file.
+    may have had an evaluation only. A step that is repeated has the same numbers. The trackers are
+    closed with the file.
     """
 
-    def __init__(
-        self,
-        workdir: pathlib.Path,
-        first_step: int,
-        trackers: Sequence[Tracker] | None = None,
-    ):
-        if trackers is None:
-            trackers = [TensorBoard(workdir / "tensorboard", {})]
+    def __init__(self, workdir: pathlib.Path, first_step: int, trackers: Sequence[Tracker]):
         self._trackers = trackers
         self._file = workdir / "metrics.jsonl"
         earlier = read_rows(self._file)
@@ -112,11 +101,8 @@ def write_rollouts(
 ) -> None:
     """Writes responses as Parquet, see `support.response_files`; the file is complete or missing.
 
-    Args:
-      directory: rollouts/ of a run.
-      step: of the weights that sampled the responses.
-      text: converts token ids to text with special tokens.
-      benchmarks: benchmark of each response of an evaluation; None: training responses.
+    `text` makes texts with special tokens. `benchmarks` has that of each response of an evaluation;
+    None: training responses.
     """
     directory.mkdir(exist_ok=True)
     columns = scored.columns([array.name for array in TOKEN_ARRAYS if array.is_recorded], text)

@@ -137,15 +137,8 @@ def check_inputs(
 ) -> Inputs:
     """Checks everything that the config names but weights and replicas; writes nothing.
 
-    Args:
-      config: of a training run.
-      mesh: of the trainer.
-      verifier: of the rewards; it is tried on the first prompt.
-      environments: `environment_names` of the config; each is tried on its first task.
-      report: gets lines about rows that were skipped.
-
-    Raises:
-      UserError: for the first input that cannot be used.
+    The verifier is tried on the first prompt, each environment on its first task. `report` gets
+    lines about rows that were skipped. Raises UserError for the first input that cannot be used.
     """
     algorithm = load_algorithm(config.algorithms.to_dict())
     check_functions(algorithm, config.rollout.group_size)
@@ -457,10 +450,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
     """Checks that the inputs are the same in all processes, and the same as at the first start.
 
     The weights in `model_path` are an input too, because the KL penalty refers to them. A warm
-    start is not: the run makes it.
-
-    Raises:
-      UserError: if an input differs.
+    start is not: the run makes it. Raises UserError if an input differs.
     """
     directory = models.find_directory(model_path) if model_path else None
     own = hashes | ({"weights": models.weights_sample(directory)} if directory else {})
@@ -490,12 +480,7 @@ def weights_hash(workdir: Workdir, directory: pathlib.Path, sample: str) -> str:
     """`models.weights_hash`; reads the files only if they have changed since the last start.
 
     As in make and git, files are unchanged if their times of modification are the same. Here their
-    sample must be the same too, because copies and images may keep old times.
-
-    Args:
-      workdir: records the hash, the sample and the times.
-      directory: of the model.
-      sample: `models.weights_sample` of the directory.
+    sample, `models.weights_sample`, must be the same too: copies and images may keep old times.
     """
     files = sorted(directory.glob("*.safetensors"))
     state = {"sample": sample, "changed_ns": [file.stat().st_mtime_ns for file in files]}

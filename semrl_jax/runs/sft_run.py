@@ -22,7 +22,7 @@ from semrl_jax.models import from_host, replicated
 from semrl_jax.models.of_config import build_policy, end_token_ids, find_lora, starting_params
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
+from semrl_jax.runs.export import MODEL, save_trained
 from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, exit_code, start
 from semrl_jax.runs.memory import check_room, least_parts_sft
 from semrl_jax.runs.optimizers import optimizer_of
@@ -148,7 +148,6 @@ class OpenFineTuning:
     batches: list[Int[np.ndarray, " _"]]  # the conversations of each step, by index
     model: pathlib.Path  # the model that training starts from
     peers: Peers
-    record: AdapterRecord | None  # with LoRA
 
     @property
     def num_steps(self) -> int:
@@ -215,20 +214,6 @@ class OpenFineTuning:
         }
         done = from_host(np.int32(step + 1), replicated(self.tuner.plan.mesh))
         return state._replace(step=done, position=DataPosition(epoch, cursor)), scalars
-
-    def save_model(self, params: models.Params) -> pathlib.Path:
-        """Writes the Hugging Face directory, with the settings of the one that training began with.
-
-        Only process 0 writes; all must call it.
-        """
-        directory = self.run.workdir.path / "model"
-        architecture, tokenizer = self.tuner.policy.config, self.run.tokenizer
-        whole = models.adapted(params, self.tuner.base)
-        save_model(directory, whole, architecture, tokenizer, self.model, self.peers)
-        if self.record is not None:
-            beside = directory.with_name(ADAPTER)
-            save_adapter(beside, params, self.record, architecture, self.model, self.peers)
-        return directory
 
 
 def batches_of(config: ml_collections.ConfigDict, inputs: Inputs) -> list[Int[np.ndarray, " _"]]:
@@ -300,7 +285,7 @@ def open_fine_tuning(
             stop=stop,
             leads=peers.index == 0,
         )
-        yield OpenFineTuning(run, inputs, tuner, batches, model, peers, record)
+        yield OpenFineTuning(run, inputs, tuner, batches, model, peers)
 
 
 def fine_tune(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) -> int:
@@ -361,10 +346,12 @@ def _fine_tune(
     if failure:
         run.reporter.notice(f"not done: {failure}; make room, the same command goes on")
         return EXIT_NOT_SAVED
-    directory = opened.save_model(state.params)
-    path, model = run.workdir.path, short_path(directory)
+    tuner = opened.tuner
+    architecture = tuner.policy.config
+    save_trained(run, state.params, tuner.base, architecture, opened.model, opened.peers)
+    path, model = run.workdir.path, short_path(run.workdir.path / MODEL)
     places = {
-        "model": f"{short_path(directory)}/, for transformers, vLLM and config.model.path",
+        "model": f"{model}/, for transformers, vLLM and config.model.path",
         "report": short_path(path / "report.html"),
         "log": short_path(path / "metrics.jsonl"),
         "checkpoints": f"{short_path(path / 'checkpoints')}/",

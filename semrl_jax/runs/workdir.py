@@ -42,31 +42,18 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers"
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """A run directory that this process has locked.
-
-    Attributes:
-      run_id: the same in all attempts.
-      attempt_id: new for every start.
-      resumed: whether there was an earlier attempt.
-      changed: settings that differ from the first attempt's, as "field: old -> new".
-      lock: closing it releases the directory.
-      made: directories that this attempt made; the run's own is first.
-    """
+    """A run directory that this process has locked."""
 
     path: pathlib.Path
-    run_id: str
-    attempt_id: str
-    resumed: bool
-    changed: tuple[str, ...]
-    lock: Any
-    made: tuple[pathlib.Path, ...] = ()
+    run_id: str  # the same in all attempts
+    attempt_id: str  # new for every start
+    resumed: bool  # whether there was an earlier attempt
+    changed: tuple[str, ...]  # settings that differ from the first attempt's: "field: old -> new"
+    lock: Any  # closing it releases the directory
+    made: tuple[pathlib.Path, ...] = ()  # directories of this attempt; the run's own is first
 
     def check_inputs(self, hashes: dict[str, str]) -> None:
-        """Records hashes by name of the run's inputs; compares them at later starts.
-
-        Raises:
-          UserError: if an input has changed since the first start.
-        """
+        """Records hashes by name of the run's inputs; UserError at a later start if one changed."""
         file = self.path / "inputs.json"
         try:
             recorded = read_json_object(file)
@@ -83,10 +70,8 @@ class Workdir:
         """Removes the files of this attempt if a user mistake stopped it before it had results.
 
         Nothing is removed if there was an earlier attempt, or if there is a warm start, a row, a
-        checkpoint, or an unknown file.
-
-        Args:
-          message: the message for the user; a replica's directory that it names is kept.
+        checkpoint, or an unknown file. A replica's directory that the message for the user names is
+        kept.
         """
         contents = [] if self.resumed else list(self.path.iterdir())
         if not all(map(_is_worthless, contents)):
@@ -99,28 +84,31 @@ class Workdir:
                 directory.rmdir()
 
     def close(self) -> None:
-        """Releases the lock."""
         self.lock.close()
 
 
 def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
     """Makes or reopens a run directory and locks it for this process.
 
-    Raises:
-      UserError: if it cannot be written, belongs to no run or to one with another config, or if a
-        running process uses it.
+    Raises UserError if it cannot be written, belongs to no run or to one with another config, or if
+    a running process uses it.
     """
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
     config_file = directory / "config.json"
-    made, lock = _make_and_lock(path, directory, settings)
-    try:
+    with contextlib.ExitStack() as stack:
+        with _named_errors(path):
+            _check_contents(path, directory, settings)  # before anything is made
+            made = tuple(d for d in (directory, *directory.parents) if not d.exists())
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(directory / ".lock", "a", opener=through_no_link))
+        _lock(path, lock)
         if resumed := config_file.exists():
             record = _read_record(config_file)
         else:
             record = {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
             write_json(config_file, record)
-        return Workdir(
+        opened = Workdir(
             path=directory,
             run_id=record["run_id"],
             attempt_id=secrets.token_hex(8),
@@ -129,16 +117,14 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
             lock=lock,
             made=made,
         )
-    except BaseException:
-        lock.close()
-        raise
+        stack.pop_all()  # the lock lasts as long as the run
+        return opened
 
 
 def check_early(path: str, config: ml_collections.ConfigDict) -> None:
     """Checks a directory before the trainer is loaded. Several processes check it together later.
 
-    Raises:
-      UserError: if it belongs to no run or to one with another config.
+    Raises UserError if it belongs to no run or to one with another config.
     """
     if find_place(config.distributed, os.environ).num_processes > 1:
         return
@@ -147,13 +133,9 @@ def check_early(path: str, config: ml_collections.ConfigDict) -> None:
 
 
 def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str, str]) -> bool:
-    """Checks a directory as `open_workdir` and `Workdir.check_inputs` do, and writes nothing.
+    """Checks a directory, and raises, as `open_workdir` and `Workdir.check_inputs` do.
 
-    Returns:
-      Whether it holds a run, which would be resumed.
-
-    Raises:
-      UserError: as these two.
+    Writes nothing. Returns whether it holds a run, which would be resumed.
     """
     directory = pathlib.Path(path).absolute()
     with _named_errors(path):
@@ -192,23 +174,6 @@ def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[
             "new directory."
         )
     return ()
-
-
-def _make_and_lock(
-    path: str, directory: pathlib.Path, settings: Any
-) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
-    """Checks the directory before it makes anything; returns the new directories and the lock."""
-    with _named_errors(path):
-        _check_contents(path, directory, settings)
-        made = tuple(d for d in (directory, *directory.parents) if not d.exists())
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "a", opener=through_no_link)  # noqa: SIM115 - for the run
-    try:
-        _lock(path, lock)
-    except UserError:
-        lock.close()
-        raise
-    return made, lock
 
 
 def _lock(path: str, file: IO[str]) -> None:
@@ -252,8 +217,7 @@ def _read_record(file: pathlib.Path) -> dict[str, Any]:
 def open_workdir_together(peers: Peers, path: str, config: ml_collections.ConfigDict) -> Workdir:
     """The run directory in every process; only process 0 makes it, locks it and writes to it.
 
-    Raises:
-      UserError: as `open_workdir`, or if a process does not see the files that process 0 wrote.
+    Raises as `open_workdir`, and if a process does not see the files that process 0 wrote.
     """
     opened: list[Workdir] = []
 

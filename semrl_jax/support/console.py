@@ -81,8 +81,6 @@ class Reporter:
         """Prints the last block of a command, also if quiet.
 
         Args:
-          line: what is done.
-          places: what is where, by name.
           commands: what to try next, each as the arguments after `python -m`. Those whose module is
             missing are left out.
         """
@@ -159,8 +157,7 @@ class Bar:
     def reach(self, done: int) -> str:
         """Sets the number of finished units, for units that end in bursts.
 
-        Returns:
-          Rate and time left, from the mean since the first call; "" at the first.
+        Returns rate and time left, from the mean since the first call; "" at the first.
         """
         now = time.monotonic()
         if self._first is None:

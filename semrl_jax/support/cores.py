@@ -22,13 +22,9 @@ _helper_cores: tuple[int, ...] = ()
 def leave_cores(num_children: int, per_child: int, *, in_turn: bool) -> None:
     """Binds this process to the cores that its children do not get; does nothing if all share all.
 
-    Called before JAX starts its threads, whose number follows from the cores.
-
-    Args:
-      in_turn: whether this process rests while the children work; see `helper_cores`.
-
-    Raises:
-      UserError: if no core is left.
+    Called before JAX starts its threads, whose number follows from the cores. `in_turn` tells
+    whether this process rests while the children work, see `helper_cores`. Raises UserError if no
+    core is left.
     """
     global _helper_cores
     if num_children * per_child:
@@ -53,11 +49,7 @@ def helper_cores() -> tuple[int, ...]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Binds this process, and the threads that it starts from now on.
-
-    Raises:
-      UserError: if the system cannot do that.
-    """
+    """Binds this process, and the threads that it starts from now on; UserError if it cannot."""
     try:
         os.sched_setaffinity(0, cores)
     except (AttributeError, OSError):

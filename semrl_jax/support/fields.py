@@ -70,21 +70,17 @@ def follows(field: str, meaning: str, **options: Any) -> Any:
 
 
 def section(kind: type, meaning: str = "", *, may_change: bool = False) -> Any:
-    """A section within another one, or of the whole config.
+    """A section within another one, or of the whole config; `may_change` is of all its fields.
 
-    Args:
-      kind: its dataclass; `dict` is a section whose fields the user adds.
-      may_change: of all its fields.
+    `dict` is a section whose fields the user adds.
     """
     return _field(None, Setting(meaning, "", may_change, {}), kind)
 
 
 def part_of(total: Any, size: int) -> Any:
-    """`size` if it divides `total`, otherwise `total`.
+    """`size`, above 0, if it divides `total`, otherwise `total`.
 
-    Args:
-      total: a number, or a reference to a field: the result then follows its overrides.
-      size: above 0.
+    The total may be a reference to a field: the result then follows its overrides.
     """
     is_rest = (total % size + size - 1) // size  # 1 if it does not divide, else 0
     return size + (total - size) * is_rest
@@ -175,13 +171,11 @@ def within(field: str, value: Any, interval: str) -> None:
 
 
 def one_of(field: str, value: Any, allowed: Sequence[Any]) -> None:
-    """The value is one of those allowed."""
     if value not in allowed:
         raise UserError(f"{field}={value!r} must be one of {', '.join(map(repr, allowed))}.")
 
 
 def each_of(field: str, values: Sequence[Any], allowed: Sequence[Any]) -> None:
-    """Each item of a tuple is one of those allowed."""
     for value in values:
         one_of(field, value, allowed)
 

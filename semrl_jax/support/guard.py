@@ -8,6 +8,7 @@ ancestor that is a subreaper. This is the guard. It runs no such code and is nev
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -28,12 +29,12 @@ def fork_under_guard(parent_pid: int) -> None:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     _prctl(_SET_CHILD_SUBREAPER, 1)
-    _die_with_parent(parent_pid, signal.SIGTERM)
+    die_with_parent(parent_pid, signal.SIGTERM)
     guard_pid = os.getpid()
     worker_pid = os.fork()
     if worker_pid == 0:
         os.setsid()
-        _die_with_parent(guard_pid, signal.SIGKILL)
+        die_with_parent(guard_pid, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return
     try:
@@ -75,13 +76,12 @@ def _reaped() -> set[int | None]:
     return reaped
 
 
-def _die_with_parent(parent_pid: int, signal_number: int) -> None:
+def die_with_parent(parent_pid: int, signal_number: int) -> None:
+    """Asks the kernel to send this process, a new child, a signal when its parent ends."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal_number)
     if os.getppid() != parent_pid:  # it ended before this call
         os._exit(1)
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes
-
     ctypes.CDLL(None).prctl(option, value)

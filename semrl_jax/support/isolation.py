@@ -38,11 +38,7 @@ def worker_command(module: str) -> list[str]:
 
 
 def worker_environment(environ: Mapping[str, str], kept_prefix: str) -> dict[str, str]:
-    """The variables of a worker: `environ` without credentials.
-
-    Args:
-      kept_prefix: of variables that the worker gets in any case.
-    """
+    """The variables of a worker: `environ` without credentials, but with names of this prefix."""
     # The worker can import what this process can, the user's modules included.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -30,13 +30,8 @@ class ParquetFile:
     texts are therefore read as dictionaries, which are not larger than the footer says. They become
     plain texts only after their lengths have been checked, and few rows at a time if they are long.
 
-    Attributes:
-      schema: of all columns.
-      names: of all columns.
-
-    Raises:
-      UserError: naming the file, if it cannot be read or is not a regular file, or if it would
-        expand as no file of data does.
+    `schema` and `names` are of all columns. Raises UserError, naming the file, if it cannot be read
+    or is not a regular file, or if it would expand as no file of data does.
     """
 
     def __init__(self, file: str | os.PathLike[str]):
@@ -58,8 +53,7 @@ class ParquetFile:
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """All rows of some columns, a few at a time; None for all columns.
 
-        Raises:
-          UserError: naming file and column, if the file is damaged or a text is too long.
+        Raises UserError, naming file and column, if the file is damaged or a text is too long.
         """
         with self._named():
             source = pq.ParquetFile(
@@ -78,11 +72,7 @@ class ParquetFile:
                     yield part
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """All rows of some columns that the file has, a few at a time, with texts that are UTF-8.
-
-        Raises:
-          UserError: as `batches`.
-        """
+        """The rows and errors of `batches` as tables, with texts that are UTF-8."""
         for batch in self.batches(columns):
             with self._named():
                 table = pa.Table.from_batches([batch])
@@ -90,11 +80,7 @@ class ParquetFile:
             yield table
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """All rows of some columns as one table, see `tables`.
-
-        Raises:
-          UserError: as `batches`, or if it is larger than MAX_TABLE_BYTES.
-        """
+        """All rows of some columns as one table, see `tables`; of at most MAX_TABLE_BYTES."""
         num_bytes, found = 0, []
         names = self.names if columns is None else columns
         for table in self.tables(columns):
@@ -186,19 +172,14 @@ def _text_lengths(array: pa.Array) -> Iterator[pa.Array]:
         yield from _text_lengths(array.flatten())
     elif pa.types.is_fixed_size_binary(kind):
         yield pa.array([kind.byte_width] * bool(len(array)))
-    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind):
+    elif kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         yield pc.binary_length(array)
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], file: pathlib.Path) -> pa.Table:
     """The table with its columns of these names in these types: 7 and bytes of UTF-8 become texts.
 
-    Raises:
-      UserError: naming file and column, if a value does not fit.
+    Raises UserError, naming file and column, if a value does not fit.
     """
     for name in types.keys() & set(table.column_names):
         try:

@@ -102,7 +102,6 @@ class compiled_once:
         return result
 
     def clear_cache(self) -> None:
-        """Forgets all programs."""
         self._jitted.clear_cache()
         self._locks.clear()
 

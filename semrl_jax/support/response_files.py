@@ -166,11 +166,7 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def write(file: pathlib.Path, table: pa.Table) -> None:
-    """Writes a table; the file is complete or missing.
-
-    Raises:
-      UserError: if a directory lies at the name of the file.
-    """
+    """Writes a table; the file is complete or missing. Raises as `replacing`."""
     with replacing(file) as out:
         pq.write_table(table, out, compression="zstd")
 

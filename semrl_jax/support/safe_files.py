@@ -71,8 +71,7 @@ def parse_json(content: bytes) -> Any:
 def check_regular(file: str | os.PathLike[str]) -> None:
     """Raises UserError if the file is not a regular one: opening a pipe would wait for a writer.
 
-    Raises:
-      OSError: if there is no such file, or it cannot be looked up.
+    Raises OSError if it cannot be looked up.
     """
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise UserError(f"{file} is no regular file.")
@@ -84,10 +83,7 @@ def replacing(file: pathlib.Path, *, durable: bool = False) -> Iterator[BinaryIO
 
     The file therefore appears completely or not at all. An existing file or link at either name is
     replaced. Nothing is written through a link. With `durable`, the content is on the disk before
-    the rename.
-
-    Raises:
-      UserError: if a directory lies at either name.
+    the rename. Raises UserError if a directory lies at either name.
     """
     staging = file.with_suffix(".writing")
     for path in (staging, file):
@@ -134,8 +130,7 @@ def write_json(file: pathlib.Path, content: Any, *, durable: bool = False) -> No
 def through_no_link(path: str, flags: int) -> int:
     """An `opener` of `open` for appending to a file.
 
-    Raises:
-      UserError: if the path is a symbolic link, or a pipe, where opening would wait for a reader.
+    Raises UserError for a symbolic link, and for a pipe, where opening would wait for a reader.
     """
     if os.path.islink(path):
         raise UserError(f"{path} is a symbolic link, so nothing is written there; remove it.")

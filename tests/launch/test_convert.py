@@ -15,7 +15,6 @@ from launch.convert import convert
 from semrl_jax import data, models
 from semrl_jax.data import arithmetic
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
@@ -23,6 +22,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training.train_state import DataPosition, TrainState
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 from tests.launch.conftest import ROOT, run
+from tests.rollout.embedded import EmbeddedReplica
 
 KILLS_CONFIG = ROOT / "tests" / "launch" / "kills_config.py"
 

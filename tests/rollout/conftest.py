@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 from tests.rollout.caller import Caller, make_stub
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript, fake_rollout
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -287,7 +287,7 @@ def test_jax_is_loaded_when_metrics_are_asked_for_and_not_before():
 import sys
 import numpy as np
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 from semrl_jax.types import MetricParams, SampleRequest, SamplingParams
 

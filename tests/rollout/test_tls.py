@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import SamplingParams
 from tests.rollout.conftest import FAKE, TOKEN, assert_sampled, make_arrays, make_requests
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "security.md"

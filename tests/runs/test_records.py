@@ -36,7 +36,7 @@ from tests.launch.comparison import logged_events
 
 
 def write_rows(path, steps, first_step=0, **scalars):
-    writer = MetricWriter(path, first_step)
+    writer = MetricWriter(path, first_step, [TensorBoard(path / "tensorboard", {})])
     for step in steps:
         writer.write(step, {"reward/mean": step / 10} | scalars)
     writer.close()
@@ -182,7 +182,7 @@ def test_no_file_of_a_run_is_written_through_a_link(config, tmp_path):
     assert target.read_text() == "years of work"
     assert not [path for path in run.rglob("*") if path.is_symlink()]
     (run / "metrics.jsonl").unlink()
-    writer = MetricWriter(run, 0)
+    writer = MetricWriter(run, 0, [TensorBoard(run / "tensorboard", {})])
     writer.close()
     assert (run / "metrics.jsonl").read_text() == ""
 

@@ -9,11 +9,11 @@ import pytest
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.rollout.building import jax_engine
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
 from tests.fixtures import read_rows, stable
 from tests.launch.comparison import restore_on_host
+from tests.rollout.embedded import EmbeddedReplica
 from tests.tiny import tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("rewarded")]

@@ -13,11 +13,11 @@ from semrl_jax.models.of_config import build_policy
 from semrl_jax.rollout import building
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.child import ChildReplica
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.runs import train
 from semrl_jax.sampling import addresses_file, replicas
 from semrl_jax.settings import rollout as rollout_settings
 from semrl_jax.support.errors import Preempted, UserError
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 
 ROOT = pathlib.Path(__file__).parents[2]

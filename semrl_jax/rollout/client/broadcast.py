@@ -11,7 +11,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -142,6 +142,7 @@ class _Receiver:
     Attributes:
       error: "" while the update goes on, or went well.
       is_over: whether it failed or was confirmed.
+      call: of gRPC, which reads the queue in a thread, until it finds None.
       reads_memory: whether the replica was told to read this process's memory.
       is_confirmed: whether the replica serves the weights.
     """
@@ -160,10 +161,7 @@ class _Receiver:
         self._waits, self._all, self._ended = waits, all_receivers, ended
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         self._holding_s = 0.0  # in which the others waited for this one
-        # gRPC reads the queue in a thread, until it finds None.
-        self._call = replica.update_weights(
-            iter(self._queue.get, None), deadline - time.monotonic()
-        )
+        self.call = replica.update_weights(iter(self._queue.get, None), deadline - time.monotonic())
 
     @property
     def is_over(self) -> bool:
@@ -174,7 +172,7 @@ class _Receiver:
         while not self.error:
             if self._ended.is_set():
                 raise Ended
-            if self._call.done():
+            if self.call.done():
                 self._fail("ended the update before its commit")
                 return
             asked = time.monotonic()
@@ -200,10 +198,10 @@ class _Receiver:
         """Reads the reply to the commit, if it is there."""
         with contextlib.suppress(queue.Full):  # the next attempt finds room, or the call ended
             self._queue.put_nowait(None)
-        if not self._call.done():
+        if not self.call.done():
             return
         try:
-            reply = self._call.result()
+            reply = self.call.result()
         except (grpc.RpcError, grpc.FutureCancelledError):
             self._fail("failed without a reason")
             return
@@ -218,21 +216,17 @@ class _Receiver:
                 self.error = f"committed {committed}, not {version}"
         self._end()
 
-    def on_reply(self, call: Callable[[], None]) -> None:
-        """Calls the function, in another thread, once `check_reply` finds an end."""
-        self._call.add_done_callback(lambda _: call())
-
     def give_up(self, error: str) -> None:
         self.error = error
         self.cancel()
 
     def cancel(self) -> None:
-        self._call.cancel()
+        self.call.cancel()
         self._end()
 
     def _fail(self, reason: str) -> None:
         self._end()
-        error = self._call.exception()
+        error = self.call.exception()
         if error is None:
             self.error = reason
             return
@@ -260,7 +254,7 @@ def _await_replies(
     """Waits until every replica has confirmed the version or failed."""
     any_reply = threading.Event()
     for receiver in receivers:
-        receiver.on_reply(any_reply.set)
+        receiver.call.add_done_callback(lambda _: any_reply.set())
     began = reported = asked = time.monotonic()
     waited_s = 0.0  # since the first has confirmed
     while True:
@@ -298,16 +292,12 @@ def _ways(
     """How each receiver gets the weights."""
     has_room = memory is not None and memory.has_room(layout(specs)[1])
     near = [r for r in receivers if has_room and r.replica.description.reads_memory]
-    ways: list[_InChunks | _ThroughMemory] = []
-    if near:
-        num_new = layout(specs)[1] - memory.num_bytes
-        if num_new <= 0 or 2 * num_new <= available_bytes():
-            ways.append(_ThroughMemory(near, specs, memory))
-        else:
-            near = []
-    if far := [receiver for receiver in receivers if receiver not in near]:
-        ways.append(_InChunks(far))
-    return ways
+    num_new = layout(specs)[1] - memory.num_bytes if near else 0
+    if num_new > 0 and 2 * num_new > available_bytes():
+        near = []
+    far = [receiver for receiver in receivers if receiver not in near]
+    through_memory = [_ThroughMemory(near, specs, memory)] if near else []
+    return through_memory + ([_InChunks(far)] if far else [])
 
 
 class _InChunks:

@@ -49,8 +49,11 @@ class ChildReplica(contextlib.AbstractContextManager):
         awaited: bool = True,
     ):
         self.token = new_token() if token is None else token
-        # Bound but not listening: no other process is given the port while the child starts.
-        self._reservation = _reserved_port()
+        # Bound but not listening: no other process is given the port while the child starts. A
+        # server that sets SO_REUSEADDR can still listen on it.
+        self._reservation = socket.socket()
+        self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reservation.bind(("127.0.0.1", 0))
         self._port = self._reservation.getsockname()[1]
         self.address = f"127.0.0.1:{self._port}"
         self._command = [*command, f"--port={self._port}", "--until_stdin_closes"]
@@ -68,7 +71,6 @@ class ChildReplica(contextlib.AbstractContextManager):
                 raise
 
     def close(self) -> None:
-        """Ends the child and waits for it."""
         with self._lock:
             self._closing.set()
         self._end()
@@ -137,11 +139,3 @@ class ChildReplica(contextlib.AbstractContextManager):
                     f"the rollout replica ended with code {code}; started again ({self._log})"
                 )
                 self._process = self._start()
-
-
-def _reserved_port() -> socket.socket:
-    """Binds a free loopback port. A server that sets SO_REUSEADDR can still listen on it."""
-    reservation = socket.socket()
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reservation.bind(("127.0.0.1", 0))
-    return reservation

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ import grpc
 import numpy as np
 
 from semrl_jax.rollout.client.broadcast import Ended, hand_over, send_weights
-from semrl_jax.rollout.client.dispatch import dispatch
+from semrl_jax.rollout.client.dispatch import Dispatcher
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import (
     Counters,
@@ -61,7 +62,6 @@ class RolloutClient(contextlib.AbstractContextManager):
 
     Args:
       addresses: host:port of each replica.
-      token: of the replicas.
       local: a replica of this process in place of addresses and token; the client closes it.
       run_id: a replica belongs to the first run that sends it weights.
       attempt_id: a new one for every start of the trainer.
@@ -103,7 +103,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._attempt_id = attempt_id
         self._waits = Waits(**waits)
         self._counters = Counters()
-        self._homes: dict[int, int] = {}  # see `dispatch`
+        self._homes: dict[int, int] = {}  # see `Dispatcher`
         self._expected: dict[str, str | int] = {}
         self._token = token
         self._authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
@@ -118,7 +118,11 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._one_resync = threading.Lock()
         self._closed = threading.Event()
         self._local = local
-        self._memory = _new_memory() if share_memory and local is None else None
+        self._memory: OwnMemory | None = None
+        if share_memory and local is None:
+            # This system, or the rules of its container, may not have such memory.
+            with contextlib.suppress(OSError):
+                self._memory = OwnMemory()
         self._replicas: list[Replica] = [self._new_replica(address) for address in addresses]
         if local is not None:
             self._replicas = [local]
@@ -200,7 +204,6 @@ class RolloutClient(contextlib.AbstractContextManager):
         join and leave as `find_addresses` says. One that cannot be used is reported and left out.
 
         Args:
-          specs: of all tensors.
           read: starts a pass over the arrays in the order of `specs`. Called once, and once more
             each time that every replica has failed.
           step: part of the version; it may be lower than before.
@@ -217,14 +220,9 @@ class RolloutClient(contextlib.AbstractContextManager):
         with self._one_sync:  # the memory holds one set of weights
             self._specs = specs
             self._change_replicas()
-            return self._sync(specs, read, step)
+            return self._sync(read, step)
 
-    def _sync(
-        self,
-        specs: Sequence[TensorSpec],
-        read: Callable[[], Iterable[np.ndarray | Array]],
-        step: int,
-    ) -> WeightVersion:
+    def _sync(self, read: Callable[[], Iterable[np.ndarray | Array]], step: int) -> WeightVersion:
         new = WeightVersion(self._run_id, self._attempt_id, step, digest="")
         deadline = time.monotonic() + self._waits.sync_timeout_s
         while True:
@@ -232,12 +230,12 @@ class RolloutClient(contextlib.AbstractContextManager):
                 raise RuntimeError("the rollout client is closed.")
             version, failures = None, {}
             if replicas := self._answering_replicas():
+                weights = new, self._specs, read()
                 if self._local is None:
                     more = {"memory": self._memory, "waits": self._waits}
-                    found = send_weights(new, specs, read(), replicas, deadline=deadline, **more)
+                    version, failures = send_weights(*weights, replicas, deadline=deadline, **more)
                 else:
-                    found = hand_over(new, specs, read(), self._local, deadline=deadline)
-                version, failures = found
+                    version, failures = hand_over(*weights, self._local, deadline=deadline)
             for replica in replicas:
                 if replica in failures:
                     self._set_aside(replica, failures[replica])
@@ -285,7 +283,6 @@ class RolloutClient(contextlib.AbstractContextManager):
 
         Args:
           requests: their sample ids must be unique.
-          sampling, hidden_states: for all requests.
           version: from `sync_weights`; tokens sampled with other weights are an error.
           metrics: what the replicas measure; fills `metrics` and `mean_state` of the rollouts. The
             hidden states need not be sent.
@@ -307,26 +304,25 @@ class RolloutClient(contextlib.AbstractContextManager):
             tuple(requests), sampling, hidden_states, version, metrics, keep=keep
         )
 
-        def restore(replica: Replica, ended: threading.Event, reading: threading.Lock) -> None:
-            self._restore(replica, version, read, ended, reading)
-
         def resync_once() -> WeightVersion:
             with self._one_resync:
                 if any(replica.version == version for replica in self._replicas):
                     return version  # as another call has done
                 return resync()
 
-        return dispatch(
+        dispatcher = Dispatcher(
             call,
             lambda: self._replicas,
             self._counters,
             self._waits,
             self._closed,
-            groups_per_call=groups_per_call,
-            homes=self._homes,
-            resync=resync and resync_once,
-            restore=restore if read and self._specs else None,
+            groups_per_call,
+            resync and resync_once,
+            functools.partial(self._restore, version, read) if read and self._specs else None,
+            self._homes,
         )
+        with contextlib.closing(dispatcher):
+            yield from dispatcher.run()
 
     def release(self) -> None:
         """Frees what a replica of this process keeps. Others keep it until new weights come."""
@@ -362,7 +358,6 @@ class RolloutClient(contextlib.AbstractContextManager):
         return RemoteReplica(address, self._token, tls_ca=self._authority, load=load)
 
     def _describe(self, replica: Replica, timeout_s: float) -> ReplicaDescription:
-        """Asks a replica for its description, and checks its model."""
         memory = None if self._memory is None else self._memory.message()
         description = replica.describe(timeout_s, memory)
         for field, expected in self._expected.items():
@@ -430,7 +425,6 @@ class RolloutClient(contextlib.AbstractContextManager):
         return str(fatal)
 
     def _change_replicas(self) -> None:
-        """Lets replicas join and leave."""
         if self._find_addresses is None:
             return
         try:
@@ -446,7 +440,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         if not replicas:
             self._report("", "none of the replicas named can be used; the present ones stay.")
             return
-        for replica in [r for r in self._leaving if not r.load.is_busy]:
+        for replica in [r for r in self._leaving if not r.load.num_calls]:
             self._leaving.remove(replica)
             replica.close()
         for replica in [r for r in self._replicas if r not in replicas]:
@@ -495,9 +489,9 @@ class RolloutClient(contextlib.AbstractContextManager):
 
     def _restore(
         self,
-        replica: Replica,
         version: WeightVersion,
         read: Callable[[], Iterable[np.ndarray]],
+        replica: Replica,
         ended: threading.Event,
         reading: threading.Lock,
     ) -> None:
@@ -545,10 +539,3 @@ class RolloutClient(contextlib.AbstractContextManager):
         replica.set_aside(error)
         self._counters.add(replica_failures=1)
         self._waits.progress(f"{replica.name} is set aside until the next sync of weights: {error}")
-
-
-def _new_memory() -> OwnMemory | None:
-    try:
-        return OwnMemory()
-    except OSError:  # this system, or the rules of its container, do not have it
-        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import queue
@@ -63,66 +62,32 @@ def split_into_calls(
     ]
 
 
-def dispatch(
-    call: GenerateCall,
-    replicas: Callable[[], Sequence[Replica]],
-    counters: Counters,
-    waits: Waits,
-    client_closed: threading.Event,
-    *,
-    groups_per_call: int = 0,
-    homes: dict[int, int] | None = None,
-    resync: Callable[[], WeightVersion] | None = None,
-    restore: Callable[[Replica, threading.Event, threading.Lock], None] | None = None,
-) -> Iterator[Rollout]:
-    """Yields every requested response once, as `RolloutClient.generate` describes.
-
-    Args:
-      replicas: returns the present replicas; a sync within `resync` may change them.
-      homes: by group, the number of the replica that keeps its caches; a call that keeps adds its
-        groups. Only without `groups_per_call`.
-      restore: gives the weights of the call to one replica, which it sets aside if that fails. It
-        runs in a thread, during the other replicas' calls. It reads the weights while it holds the
-        lock, and ends soon after the event is set.
-    """
-    dispatcher = _Dispatcher(
-        call,
-        replicas,
-        counters,
-        waits,
-        client_closed,
-        groups_per_call,
-        resync,
-        restore,
-        {} if homes is None else homes,
-    )
-    with contextlib.closing(dispatcher):
-        yield from dispatcher.run()
-
-
 @dataclasses.dataclass(eq=False)
 class _Unit:
-    """Requests of one call, which may be asked for several times.
-
-    Attributes:
-      streams: the running calls.
-      is_again: whether a call for it has failed.
-    """
+    """Requests of one call, which may be asked for several times."""
 
     requests: Sequence[SampleRequest]
-    streams: list[_Stream] = dataclasses.field(default_factory=list)
-    is_again: bool = False
+    streams: list[_Stream] = dataclasses.field(default_factory=list)  # the running calls
+    is_again: bool = False  # whether a call for it has failed
 
 
 @dataclasses.dataclass(eq=False)
-class _Dispatcher:
+class Dispatcher:
     """Hands out units to free replicas; others take over those of a replica that fails.
 
     Without `groups_per_call`, every replica gets one unit of an equal part of the requests.
+
+    Args:
+      replicas: returns the present replicas; a sync within `resync` may change them.
+      restore: gives the weights of the call to one replica, which it sets aside if that fails. It
+        runs in a thread, during the other replicas' calls. It reads the weights while it holds the
+        lock, and ends soon after the event is set.
+      homes: by group, the number of the replica that keeps its caches; a call that keeps adds its
+        groups. Only without `groups_per_call`.
     """
 
     _call: GenerateCall
-    _find_replicas: Callable[[], Sequence[Replica]]
+    _replicas: Callable[[], Sequence[Replica]]
     _counters: Counters
     _waits: Waits
     _client_closed: threading.Event
@@ -152,6 +117,7 @@ class _Dispatcher:
         self._deadline = time.monotonic() + self._waits.generate_timeout_s
 
     def run(self) -> Iterator[Rollout]:
+        """Yields every requested response once, as `RolloutClient.generate` describes."""
         self._divide()
         longest_s = min(0.5, self._waits.stall_timeout_s / 4, self._waits.progress_every_s)
         last_report = time.monotonic()
@@ -206,7 +172,8 @@ class _Dispatcher:
         if stopped_s > 0:
             self._deadline += stopped_s
             for stream in self._streams:
-                stream.forgive(stopped_s)
+                stream.started += stopped_s
+                stream.waiting_since += stopped_s
 
     def close(self) -> None:
         """Cancels the running calls and joins their threads."""
@@ -223,12 +190,8 @@ class _Dispatcher:
         stream.thread.join()
         self._counters.add(**stream.responses.num_bytes)
 
-    @property
-    def _replicas(self) -> Sequence[Replica]:
-        return self._find_replicas()
-
     def _serving(self) -> list[Replica]:
-        return [r for r in self._replicas if r.version == self._call.version and not r.is_leaving]
+        return [r for r in self._replicas() if r.version == self._call.version and not r.is_leaving]
 
     def _missing(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
         """The requests without a response."""
@@ -245,7 +208,7 @@ class _Dispatcher:
             self._counters.add(taken_over=len(requests))
         elif unit.is_again:
             self._counters.add(retries=len(requests))
-        if self._groups_per_call and replica.is_deterministic:
+        if self._groups_per_call and replica.description.is_deterministic:
             # The same call as before gives the same responses. A smaller one would not: rounding
             # depends on the responses that are decoded side by side.
             requests = unit.requests
@@ -307,7 +270,7 @@ class _Dispatcher:
         if not self._groups_per_call:
             return float("inf")
         quick = [r for r in usable if r not in self._overtaken]
-        return self._take_over([r for r in quick if not r.load.is_busy], now)
+        return self._take_over([r for r in quick if not r.load.num_calls], now)
 
     def _take_over(self, idle: Sequence[Replica], now: float) -> float:
         """Asks idle replicas for slow units; returns the seconds until the next unit is slow."""
@@ -334,8 +297,8 @@ class _Dispatcher:
         if self._restore is None:
             return
         now = time.monotonic()
-        lost = [r for r in self._replicas if r.version != self._call.version and not r.is_leaving]
-        if len(lost) == len(self._replicas):
+        lost = [r for r in self._replicas() if r.version != self._call.version and not r.is_leaving]
+        if len(lost) == len(self._replicas()):
             return  # `_sync_again` reads the weights once for all
         for replica in lost:
             if replica not in self._restoring and now >= replica.retry_at:
@@ -354,7 +317,7 @@ class _Dispatcher:
             ended.set()
 
     def _sync_again(self) -> None:
-        errors = "; ".join(f"{r.name}: {r.error or 'not synced'}" for r in self._replicas)
+        errors = "; ".join(f"{r.name}: {r.error or 'not synced'}" for r in self._replicas())
         reason = f"no replica serves weights {self._call.version} ({errors})"
         if self._resync is None or time.monotonic() > self._deadline:
             raise RuntimeError(f"{reason}; sync weights first.")
@@ -478,16 +441,16 @@ class _Dispatcher:
         if len(silent) > _MAX_NAMED:
             named.append(f"{len(silent) - _MAX_NAMED} more")
         return ", ".join(named) or "; ".join(
-            f"{r.name}: {r.error}" for r in self._replicas if r.error
+            f"{r.name}: {r.error}" for r in self._replicas() if r.error
         )
 
     def _view(self) -> str:
         """What the replicas do, if there are several."""
-        if len(self._replicas) == 1:
+        if len(self._replicas()) == 1:
             return ""
         num_busy = len({stream.replica for stream in self._streams})
-        aside = [f"{r.address} ({r.error})" for r in self._replicas if r.error]
-        view = f" replicas {num_busy}/{len(self._replicas)} busy"
+        aside = [f"{r.address} ({r.error})" for r in self._replicas() if r.error]
+        view = f" replicas {num_busy}/{len(self._replicas())} busy"
         if aside:
             more = f", {len(aside) - _MAX_NAMED} more" if len(aside) > _MAX_NAMED else ""
             view += f", {len(aside)} set aside: {', '.join(aside[:_MAX_NAMED])}{more}"
@@ -505,7 +468,7 @@ class _Stream:
         self.aborted: set[str] = set()
         self._events: queue.Queue = events
         self._closed: threading.Event = closed
-        self.started = self._waiting_since = time.monotonic()
+        self.started = self.waiting_since = time.monotonic()
         self.responses = replica.generate(call, timeout_s)
         self.thread = threading.Thread(
             target=self._read, name=f"generate {replica.address}", daemon=True
@@ -518,12 +481,7 @@ class _Stream:
         A call that waits on the replica for others of this client, such as those of other threads,
         is not silent before them.
         """
-        return now - max(self._waiting_since, self.replica.heard_at)
-
-    def forgive(self, stopped_s: float) -> None:
-        """Does not count these seconds as silence."""
-        self.started += stopped_s
-        self._waiting_since += stopped_s
+        return now - max(self.waiting_since, self.replica.heard_at)
 
     def _read(self) -> None:
         try:
@@ -533,9 +491,9 @@ class _Stream:
                     # Blocks while the consumer is slow. That does not count as a stall: the
                     # consumer checks for stalls only while no response waits for it.
                     self._put(rollout)
-                self._waiting_since = time.monotonic()
+                self.waiting_since = time.monotonic()
                 if self.replica.load.num_calls > self.replica.calls_at_once:
-                    self.replica.heard_at = self._waiting_since
+                    self.replica.heard_at = self.waiting_since
             self._put(None)
         except Exception as error:  # any error must reach the waiting consumer
             self.responses.cancel()

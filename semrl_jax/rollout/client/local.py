@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import grpc
 import numpy as np
 
-from semrl_jax.rollout.client.embedded import run_loop
 from semrl_jax.rollout.client.replica import Replica, Responses
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server.request_checks import refused_if_invalid, status_of
@@ -46,10 +45,7 @@ class LocalReplica(Replica):
     """A rollout service on an event loop in a daemon thread of this process.
 
     Rollouts are handed over as the engine made them, and weights from device to device. `close`
-    also closes the engine.
-
-    Args:
-      in_flight: see `RolloutService`, which may raise.
+    also closes the engine. `in_flight` is that of `RolloutService`, which may raise.
     """
 
     def __init__(self, engine: Engine, *, in_flight: str = "wait"):
@@ -191,3 +187,14 @@ async def _cancel_all() -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks)
+
+
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs a loop until it is stopped, and ends it.
+
+    Its own thread ends it, because the caller's may run a loop: that of a notebook does.
+    """
+    loop.run_forever()
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()

@@ -57,18 +57,12 @@ class Waits:
 
 
 class Figures(NamedTuple):
-    """What a replica has done for this client.
-
-    Attributes:
-      responses, tokens: received, those included that came twice.
-      busy_s: seconds in which it had at least one call.
-      failures: times that it was set aside.
-    """
+    """What a replica has done for this client; what came twice counts twice."""
 
     responses: int = 0
     tokens: int = 0
-    busy_s: float = 0.0
-    failures: int = 0
+    busy_s: float = 0.0  # seconds in which it had at least one call
+    failures: int = 0  # times that it was set aside
 
 
 class Counters:
@@ -92,7 +86,7 @@ class Load:
     def __init__(self):
         self._lock = threading.Lock()
         self._figures = Figures()
-        self._num_calls = 0
+        self.num_calls = 0  # running now
         self._busy_since = 0.0
 
     @property
@@ -100,29 +94,20 @@ class Load:
         """The totals so far, those of running calls included."""
         with self._lock:
             found = self._figures
-            if self._num_calls:
+            if self.num_calls:
                 found = found._replace(busy_s=found.busy_s + time.monotonic() - self._busy_since)
             return found
 
-    @property
-    def is_busy(self) -> bool:
-        return self._num_calls > 0
-
-    @property
-    def num_calls(self) -> int:
-        """Running now."""
-        return self._num_calls
-
     def begin(self) -> None:
         with self._lock:
-            if not self._num_calls:
+            if not self.num_calls:
                 self._busy_since = time.monotonic()
-            self._num_calls += 1
+            self.num_calls += 1
 
     def end(self) -> None:
         with self._lock:
-            self._num_calls -= 1
-            if not self._num_calls:
+            self.num_calls -= 1
+            if not self.num_calls:
                 self._count(busy_s=time.monotonic() - self._busy_since)
 
     def add(self, num_tokens: int) -> None:
@@ -194,10 +179,6 @@ class Replica(abc.ABC):
     @property
     def name(self) -> str:
         return f"rollout replica {self.address}"
-
-    @property
-    def is_deterministic(self) -> bool:
-        return self.description is not None and self.description.is_deterministic
 
     @property
     def calls_at_once(self) -> int:

@@ -57,7 +57,6 @@ class JaxEngine(Engine):
       tokens: of that tokenizer; None: the engine takes no stop strings.
       max_batch, chunk: as in `DecodingCall`.
       max_prompts: limit on the responses of a call.
-      max_prompt_tokens, max_response_tokens: limits per response.
       device_lock: held while a program runs. The trainer shares it with its embedded replica, so
         that sampling and updates do not run concurrently.
     """

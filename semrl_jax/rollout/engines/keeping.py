@@ -60,20 +60,13 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
-    """The cache of one response.
+    """The cache of one response."""
 
-    Attributes:
-      piece: None once it was used.
-      row, slot: in the piece.
-      token_ids: of all tokens in it.
-      num_prompt: the number of them in the row of the prompt.
-    """
-
-    piece: Piece | None
-    row: int
+    piece: Piece | None  # None once it was used
+    row: int  # in the piece
     slot: int
-    token_ids: Int[np.ndarray, " T"]
-    num_prompt: int
+    token_ids: Int[np.ndarray, " T"]  # of all tokens in it
+    num_prompt: int  # the number of them in the row of the prompt
 
     @property
     def prompt(self) -> bytes:

@@ -128,8 +128,7 @@ def sample_tokens(
     Args:
       logits: float32.
       keys: raw threefry key data, one key per response.
-      token_index: index of the token in its response.
-      values: see `sampling_logits`.
+      token_index, values: see `sampling_logits`.
       kind: static; "greedy" takes the largest logit.
       axis: of a mesh over which the vocabulary is split, inside a shard_map; V is then the part of
         this device, in whole blocks of `block_size`. Only for "unmodified" and "scaled".
@@ -149,8 +148,10 @@ def sample_tokens(
     if kind == "unmodified":
         return tokens, logprobs, logprobs
     largest = _largest(logits, axis)
-    log_total = largest + jnp.log(_sum(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), axis))
-    return tokens, logprobs, _taken(logits, tokens, axis) - log_total
+    total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+    if axis is not None:
+        total = jax.lax.psum(total, axis)
+    return tokens, logprobs, _taken(logits, tokens, axis) - (largest + jnp.log(total))
 
 
 def block_size(num_tokens: int) -> int:
@@ -232,7 +233,3 @@ def _taken(
 def _largest(logits: Float[Array, "B V"], axis: str | None) -> Float[Array, " B"]:
     largest = jnp.max(logits, axis=-1)
     return largest if axis is None else jax.lax.pmax(largest, axis)
-
-
-def _sum(values: Float[Array, " B"], axis: str | None) -> Float[Array, " B"]:
-    return values if axis is None else jax.lax.psum(values, axis)

@@ -58,20 +58,12 @@ CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 @dataclasses.dataclass(frozen=True)
 class VllmSettings:
-    """How vLLM is started; the names are those of vLLM's arguments, if there is one.
+    """How vLLM is started: `config.rollout.vllm_*`, by the names of vLLM's arguments, and more.
 
     Attributes:
       dtype: of weights, activations and hidden states: "bfloat16" or "float32".
-      max_num_seqs: responses decoded concurrently.
-      max_num_batched_tokens: limit on the tokens of an engine step; 0 leaves the choice to vLLM.
-      tensor_parallel_size: devices of the replica.
-      gpu_memory_utilization: share of the memory, of the device if there is one, for weights and
-        KV cache.
-      kv_cache_gib: size of the KV cache. 0 takes the rest of that share on a device, and 4 GiB on a
-        CPU, where vLLM would take nearly all memory or refuse.
-      enforce_eager: neither compiles nor captures CUDA graphs, which halves the time to start.
-      quantization: 8-bit format of the weights of linear layers, which vLLM rounds after each
-        update; "": none.
+      kv_cache_gib: 0 takes the rest of the memory on a device, and 4 GiB on a CPU, where vLLM would
+        take nearly all memory or refuse.
       in_flight: as in `RolloutService`. Kept responses continue with a recomputed cache.
       max_tokens: of a prompt and its response together; 0: the sum of their limits.
     """
@@ -506,14 +498,7 @@ class _Sample:
 
 
 class _Staging:
-    """The weights of one update, in an anonymous file that workers can map.
-
-    Attributes:
-      specs: of the tensors.
-      buffers: a writable uint8 array per tensor, by name.
-      path: opens the file in other processes of the same user.
-      manifest: [name, dtype, shape, first byte] of each tensor.
-    """
+    """The weights of one update, in an anonymous file that workers can map."""
 
     def __init__(self, specs: Sequence[TensorSpec]):
         self.specs = tuple(specs)
@@ -521,11 +506,12 @@ class _Staging:
         self._file = os.memfd_create("semrl-staging", os.MFD_CLOEXEC)
         os.ftruncate(self._file, max(num_bytes, 1))
         self._memory = mmap.mmap(self._file, max(num_bytes, 1))
+        # Opens the file in other processes of the same user.
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.manifest = [
+        self.manifest = [  # name, dtype, shape, first byte
             [spec.name, spec.dtype, list(spec.shape), start] for spec, start in zip(specs, starts)
         ]
-        self.buffers = {
+        self.buffers = {  # uint8, writable
             spec.name: np.frombuffer(self._memory, np.uint8, spec.num_bytes, start)
             for spec, start in zip(specs, starts)
         }

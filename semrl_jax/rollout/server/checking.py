@@ -21,39 +21,27 @@ BATCH_BYTES = 8 << 20  # many small tensors would cost more in messages than in 
 
 
 class Checked(NamedTuple):
-    """What was found of a tensor.
+    """What was found of a tensor."""
 
-    Attributes:
-      checksum: of bytes that were sent; None for bytes in the client's memory. There, the
-        client has hashed the same pages, and leaves them unchanged until the update has ended.
-      is_finite: whether all values are.
-    """
-
+    # None for bytes in the client's memory. There, the client has hashed the same pages, and leaves
+    # them unchanged until the update has ended.
     checksum: bytes | None
-    is_finite: bool
+    is_finite: bool  # whether all values are
 
 
 class Complete(NamedTuple):
-    """A tensor all of whose bytes have come.
-
-    Attributes:
-      spec: of the tensor.
-      buffer: the memory that the engine loads it from.
-      source: the client's memory, to copy into `buffer`; None: the bytes are in the buffer.
-      was_sent: whether the bytes came over the wire.
-    """
+    """A tensor all of whose bytes have come."""
 
     spec: TensorSpec
-    buffer: UInt8[np.ndarray, " bytes"]
-    source: UInt8[np.ndarray, " bytes"] | None = None
-    was_sent: bool = False
+    buffer: UInt8[np.ndarray, " bytes"]  # the memory that the engine loads it from
+    source: UInt8[np.ndarray, " bytes"] | None = None  # the client's memory, to copy into `buffer`
+    was_sent: bool = False  # over the wire
 
 
 class TensorChecks:
     """One update's checks; `close` it.
 
-    Args:
-      load: called in the threads, with the names of tensors that are checked.
+    `load` is called in the threads, with the names of tensors that are checked.
     """
 
     def __init__(self, load: Callable[[Sequence[str]], None]):

@@ -70,11 +70,7 @@ class _Collector:
 class MetricsServer:
     """Serves the counts at http://host:port/metrics in threads, until it is closed.
 
-    Args:
-      tls_certificate, tls_key: PEM files; with them, the page is served with TLS.
-
-    Raises:
-      UserError: the address cannot be bound.
+    With PEM files it serves them with TLS. Raises UserError if the address cannot be bound.
     """
 
     def __init__(

@@ -18,6 +18,10 @@ _log = logging.getLogger(__name__)
 
 MAX_STATUS_BYTES = 1500  # the escaped status must fit into a header of 8 KiB, or gRPC drops it
 _ABORT_S = 1.0  # longest wait for a client to read its status
+_CODES = {
+    LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NotOffered: grpc.StatusCode.UNIMPLEMENTED,
+}
 
 
 class Refused(Exception):
@@ -110,12 +114,9 @@ def refused_if_invalid() -> Iterator[None]:
     """Raises Refused for the ValueError of a check."""
     try:
         yield
-    except LimitExceeded as error:
-        raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
-    except NotOffered as error:
-        raise Refused(grpc.StatusCode.UNIMPLEMENTED, str(error)) from None
     except ValueError as error:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        code = _CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT)
+        raise Refused(code, str(error)) from None
 
 
 def status_of(error: Exception, method: str) -> tuple[grpc.StatusCode, str]:

@@ -54,7 +54,7 @@ class RolloutServer:
     _service: RolloutService
     _server: grpc.aio.Server
     _health: health.aio.HealthServicer
-    _close_metrics: Callable[[], None]
+    _close_metrics: Callable[[], None] | None
 
     def __post_init__(self):
         self._watch = asyncio.create_task(self._watch_engine())
@@ -69,7 +69,8 @@ class RolloutServer:
         self._watch.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-        await asyncio.to_thread(self._close_metrics)
+        if self._close_metrics is not None:
+            await asyncio.to_thread(self._close_metrics)
         self._engine.close()
 
     async def _watch_engine(self) -> None:
@@ -85,10 +86,6 @@ class RolloutServer:
                 await asyncio.wait_for(dead.wait(), _CHECK_S)
         for name in ("", codec.SERVICE_NAME):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-
-
-def _nothing() -> None:
-    """Closes nothing: a server without metrics."""
 
 
 async def serve(
@@ -110,7 +107,6 @@ async def serve(
 
     Args:
       engine: samples the responses; the server closes it.
-      token: every call must carry it.
       host: address to bind; any address other than loopback needs TLS.
       port: 0 takes a free port.
       tls_certificate, tls_key: PEM files, both or neither.
@@ -131,7 +127,7 @@ async def serve(
     service = RolloutService(
         engine, replica_id=replica_id, in_flight=in_flight, stall_timeout_s=stall_timeout_s
     )
-    close_metrics: Callable[[], None] = _nothing
+    close_metrics = None
     if metrics_port:
         from semrl_jax.rollout.server.prometheus import MetricsServer
 

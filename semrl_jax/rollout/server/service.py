@@ -77,7 +77,8 @@ class RolloutService:
         self._stall_timeout_s = stall_timeout_s
         description = engine.describe()
         measures = -1 in description.layers and importlib.util.find_spec("jax")
-        self._limits: ReplicaDescription = dataclasses.replace(
+        # What `Describe` says, without the weights.
+        self.description: ReplicaDescription = dataclasses.replace(
             description,
             protocol_major=codec.PROTOCOL_MAJOR,
             protocol_minor=codec.PROTOCOL_MINOR,
@@ -92,20 +93,15 @@ class RolloutService:
         self._commit_task: asyncio.Task | None = None
         self._num_aborted = 0
 
-    @property
-    def description(self) -> ReplicaDescription:
-        """What `Describe` says, without the weights."""
-        return self._limits
-
     def request_readers(self) -> dict[str, bounds.Reader]:
         """The reader of each method's requests, by the method's path."""
-        readers = bounds.request_readers(self._limits, self._engine.expected_tensors())
+        readers = bounds.request_readers(self.description, self._engine.expected_tensors())
         return {f"/{codec.SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
 
     def describe(self) -> ReplicaDescription:
         """What the replica is, serves and compiles now."""
         return dataclasses.replace(
-            self._limits, version=self._version, compiling=compilation.current()
+            self.description, version=self._version, compiling=compilation.current()
         )
 
     async def generate(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:

@@ -89,14 +89,10 @@ def read_certificates(field: str, path: str) -> bytes:
 
 def check_key(tls_certificate: str, tls_key: str) -> None:
     """Raises UserError if the private key cannot be read or does not fit the certificate."""
-
-    def no_password() -> str:  # else Python asks for it on the terminal
-        return ""
-
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            tls_certificate, tls_key, no_password
-        )
+        # Without a password, Python would ask for it on the terminal.
+        context.load_cert_chain(tls_certificate, tls_key, lambda: "")
     except (ValueError, ssl.SSLError) as error:
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
             raise UserError(

@@ -94,14 +94,9 @@ class GenerateCall(NamedTuple):
 
 
 class WeightMessage(NamedTuple):
-    """A decoded UpdateWeightsRequest.
+    """A decoded UpdateWeightsRequest."""
 
-    Attributes:
-      kind: "begin", "chunk" or "commit"; None if there is no payload.
-      payload: BeginUpdate, Chunk or CommitUpdate.
-    """
-
-    kind: str | None
+    kind: str | None  # "begin", "chunk" or "commit"; None if there is no payload
     payload: pb.BeginUpdate | Chunk | pb.CommitUpdate | None
 
 

@@ -39,7 +39,9 @@ def sync(client, value=1.0, step=0):
 
 
 def test_client_loads_neither_jax_nor_torch():
-    code = "from semrl_jax.rollout.client import RolloutClient, embedded, local"
+    code = (
+        "from semrl_jax.rollout.client import RolloutClient, local; import semrl_jax.rollout.server"
+    )
     assert not modules_of(code) & {"jax", "jaxlib", "torch", "flax"}
 
 

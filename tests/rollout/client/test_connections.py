@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from semrl_jax import models
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.engines.vllm import _Staging
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
@@ -28,6 +27,7 @@ from tests.rollout.conftest import (
     make_arrays,
     make_requests,
 )
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.engines.responses import make_requests as jax_requests
 from tests.rollout.engines.test_jax import CONFIG
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript

@@ -6,13 +6,13 @@ import types
 
 import pytest
 
-from semrl_jax.rollout.client.dispatch import _Dispatcher
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.dispatch import Dispatcher
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import Counters, Waits
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support import compilation
 from tests.rollout.conftest import make_requests
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FakeEngine
 
 
@@ -52,7 +52,7 @@ def test_report_of_a_wait_names_compilation(monkeypatch, compiling, answered, ex
     replica = RemoteReplica("127.0.0.1:1", "token", tls_ca=None)
     replica.succeeded()  # took the weights
     replica.answered = {("sampling", "states" if answered else "none")}
-    dispatcher = _Dispatcher(
+    dispatcher = Dispatcher(
         call, lambda: [replica], Counters(), waits, threading.Event(), 0, None, None
     )
     stream = types.SimpleNamespace(replica=replica, silent_s=lambda now: 10.0)

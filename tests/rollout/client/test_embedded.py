@@ -2,7 +2,7 @@
 
 import asyncio
 
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FakeEngine
 
 

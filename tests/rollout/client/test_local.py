@@ -13,7 +13,6 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire import codec
@@ -28,6 +27,7 @@ from tests.rollout.conftest import (
     make_requests,
     wait_until,
 )
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 
 SAMPLING = SamplingParams(16)

@@ -22,7 +22,6 @@ from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.measurer import Measurer, join_layers
 from semrl_jax.metrics.names import ORDERS
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire.codec import GenerateCall
@@ -36,6 +35,7 @@ from semrl_jax.types import (
 )
 from tests.oracles import metrics as oracle
 from tests.rollout.caller import Caller
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 
 CONFIG = models.DecoderConfig(

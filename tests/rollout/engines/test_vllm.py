@@ -20,12 +20,12 @@ from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.measurements import encode
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
 from tests.rollout.caller import make_stub
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.engines.vllm_replica import (
     OBSERVED_LAUNCHER,
     PYTHON,

@@ -11,7 +11,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.base import EngineDeadError
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import SERVICE_NAME
@@ -19,6 +18,7 @@ from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams
 from tests.rollout.conftest import TOKEN, assert_sampled, make_arrays, make_requests, wait_until
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.server.test_service import generate_message, update_messages
 from tests.rollout.server.test_service import sync as sync_by_stub

@@ -10,7 +10,6 @@ import warnings
 import pytest
 
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.server import serve
 from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.support.addresses import is_loopback
@@ -24,6 +23,7 @@ from tests.rollout.conftest import (
     make_requests,
     modules_of,
 )
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 
 

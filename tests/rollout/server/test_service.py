@@ -12,7 +12,6 @@ import xxhash
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import SERVICE_NAME
@@ -28,6 +27,7 @@ from semrl_jax.types import (
 )
 from tests.rollout.caller import make_stub
 from tests.rollout.conftest import TOKEN, make_arrays, make_requests, wait_until
+from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.wire.test_codec import BAD_REQUESTS
 

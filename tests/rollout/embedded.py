@@ -1,4 +1,4 @@
-"""A replica behind a server, inside this process."""
+"""A replica behind a server, inside this process, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 
+from semrl_jax.rollout.client.local import run_loop
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server import RolloutServer, serve
 from semrl_jax.rollout.wire.auth import new_token
@@ -80,14 +81,3 @@ def _release_loop() -> None:
         _loop.call_soon_threadsafe(_loop.stop)
         _thread.join()
         _loop = _thread = None
-
-
-def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs a loop until it is stopped, and ends it.
-
-    Its own thread ends it, because the caller's may run a loop: that of a notebook does.
-    """
-    loop.run_forever()
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
