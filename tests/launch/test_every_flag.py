@@ -82,6 +82,10 @@ SFT = (
     "--config.sft.max_tokens=64 "
     "--config.sft.files={home}/problems.jsonl"
 )
+SWEEP = (
+    f"--config={TINY} --output={{home}}/sweep --config.training.num_steps=1 "
+    "--config.warm_start.num_steps=0"
+)
 # In this order: the later ones read what the first ones have written.
 THOROUGH = [
     Case(f"train --config={TINY} --workdir={{home}}/no --dry_run"),
@@ -123,6 +127,14 @@ THOROUGH = [
         "score --samples={home}/answers.jsonl --verifier=math --output={home}/graded.jsonl "
         "--response=text --reference=answer --row=level --group=level --prefix=new_ "
         "--timeout_s=5 --num_workers=1 --memory_limit_gib=4"
+    ),
+    Case(
+        f"sweep {SWEEP} --vary=rewards.mode=mix,independent --random=1 --seeds=0 --parallel=2 "
+        "--variant='algorithms.name=rloo shaping.target=none' --quiet"
+    ),
+    Case(
+        f"sweep {SWEEP} --vary=rewards.mode=mix,independent --seeds=0 --replicas=127.0.0.1:1 "
+        "--summarize"
     ),
     Case("report {home}/run {home}/adapters --output={home}/two.html --csv={home}/two.csv"),
     Case("report {home}/run --serve --port=0", until="http://"),

@@ -29,6 +29,8 @@ function options(select, names) {
 }
 
 const several = () => figures.runs.length > 1;
+// Whether some runs differ by the seed alone: these have one colour, and a mean.
+const grouped = () => figures.variants.length < figures.runs.length;
 const COLOURS = ["#1f77b4", "#e0762b", "#3a9a5c", "#8a5cc2", "#c8394f", "#a07a1a", "#2a9db0",
   "#d457a8", "#7b8794"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
@@ -65,7 +67,7 @@ function smoothed(values, weight) {
 
 function lines(panel, log) {
   const weight = Number(byId("smoothing").value), found = [];
-  figures.runs.forEach((run, r) => {
+  figures.runs.forEach((run) => {
     if (hidden.has(run.name)) return;
     panel.keys.forEach(([key, label], k) => {
       const values = run.series[key] ?? [];
@@ -76,12 +78,13 @@ function lines(panel, log) {
       const half = errors && places.map((i) => Z_95 * (errors[i] ?? 0));
       const smooth = weight > 0 && !key.startsWith("eval/");
       const alone = !several();
-      const shade = !alone ? colour(r) : key.endsWith("/correct") ? "#2a9d5c" :
+      const shade = !alone ? colour(run.variant) : key.endsWith("/correct") ? "#2a9d5c" :
         key.endsWith("/incorrect") ? "#d1495b" : colour(k);
       const name = plain([...(alone ? [] : [run.name]), ...(label ? [label] : [])].join(" ")) ||
         plain(key);
       const dense = x.length > 100;
-      const line = { color: shade, width: dense ? 1.1 : 1.8, dash: dash(alone ? Math.floor(k / 9) : k) };
+      const line = { color: shade, width: grouped() ? 0.8 : dense ? 1.1 : 1.8,
+        dash: dash(alone ? Math.floor(k / 9) : k) };
       const mode = x.length <= MAX_STEPS_WITH_POINTS ? "lines+markers" : "lines";
       const common = { x, type: "scatter", mode, name, marker: { size: 4, color: shade } };
       if (smooth) {
@@ -89,7 +92,8 @@ function lines(panel, log) {
           showlegend: false, hoverinfo: "skip" });
       }
       found.push({
-        ...common, line, y: smooth ? smoothed(y, weight) : y, customdata: y,
+        ...common, ...(grouped() ? { showlegend: false, opacity: 0.4, mode: "lines" } : {}), line,
+        y: smooth ? smoothed(y, weight) : y, customdata: y,
         hovertemplate: smooth ? "%{y:.4g} (logged %{customdata:.4g})" :
           half ? "%{y:.4g} ± %{error_y.array:.2g}" : "%{y:.4g}",
         ...(half ? { error_y: { type: "data", array: half, thickness: 1,
@@ -97,7 +101,26 @@ function lines(panel, log) {
       });
     });
   });
-  return found;
+  return grouped() ? [...found, ...means(panel, log, weight)] : found;
+}
+
+// The mean over the runs of each variant, at the steps that all of them have.
+function means(panel, log, weight) {
+  return figures.variants.flatMap((variant, v) => panel.keys.flatMap(([key, label], k) => {
+    const runs = figures.runs.filter((run) =>
+      run.variant === v && !hidden.has(run.name) && run.series[key]);
+    const values = (step) => runs.map((run) => run.series[key][run.steps.indexOf(step)] ?? null);
+    const x = (runs[0]?.steps ?? []).filter((step) => values(step).every((value) => value !== null));
+    const y = x.map((step) => values(step).reduce((sum, value) => sum + value, 0) / runs.length);
+    if (!x.length || (log && y.some((value) => value <= 0))) return [];
+    const smooth = weight > 0 && !key.startsWith("eval/");
+    return [{
+      x, y: smooth ? smoothed(y, weight) : y, type: "scatter", mode: "lines",
+      name: plain([variant || "all", ...(label ? [label] : [])].join(" ")),
+      line: { color: colour(v), width: 2.4, dash: dash(k) },
+      hovertemplate: `%{y:.4g} (mean of ${runs.length})`,
+    }];
+  }));
 }
 
 // The parts of a step over the steps; with several runs, their means side by side.
@@ -121,7 +144,7 @@ function stacked(panel) {
 
 function eventMarks() {
   const found = [];
-  figures.runs.forEach((run, r) => {
+  figures.runs.forEach((run) => {
     if (hidden.has(run.name)) return;
     for (const kind of new Set(run.events.map((event) => event.kind))) {
       const own = run.events.filter((event) => event.kind === kind);
@@ -130,7 +153,7 @@ function eventMarks() {
         x: own.map((event) => event.step), y: own.map(() => 0.03), yaxis: "y2", mode: "markers",
         type: "scatter", showlegend: false, name: who + kind, cliponaxis: false,
         marker: { symbol: symbolOf(kind)[0], size: 8,
-          color: several() ? colour(r) : "#b8860b" },
+          color: several() ? colour(run.variant) : "#b8860b" },
         text: own.map((event) => plain(event.text)), hovertemplate: "%{text}",
       });
     }
@@ -295,7 +318,7 @@ function head() {
     `events (${[...kinds].map((kind) => `${symbolOf(kind)[1]} ${kind}`).join(", ")})` : "events";
   const notes = [...figures.pace.filter(Boolean), ...figures.notes];
   byId("notes").replaceChildren(...notes.map((note) => make("p", "", note)));
-  byId("runs").replaceChildren(...(several() ? figures.runs.map((run, r) => {
+  byId("runs").replaceChildren(...(several() ? figures.runs.map((run) => {
     const box = make("input", ""), dot = make("span", "dot");
     box.type = "checkbox";
     box.checked = !hidden.has(run.name);
@@ -303,7 +326,7 @@ function head() {
       box.checked ? hidden.delete(run.name) : hidden.add(run.name);
       redraw();
     });
-    dot.style.background = colour(r);
+    dot.style.background = colour(run.variant);
     return make("label", "", box, " ", dot, run.name);
   }) : []));
 }

@@ -63,6 +63,9 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
                 "versions": _texts(run.record.get("versions")),
             }
         )
+    numbers, names = reading.variants(runs)
+    for run, number in zip(shown, numbers, strict=True):
+        run["variant"] = number
     keys = {key: None for run in shown for key in run["series"]}
     panels = panels_of(keys)
     varied = [panel for panel in panels if _varies(panel.keys, shown)]
@@ -71,8 +74,12 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
     return {
         "title": ", ".join(run.name for run in runs),
         "runs": shown,
+        "variants": names,
         "panels": [panel._asdict() | {"keys": list(panel.keys.items())} for panel in varied],
-        "pace": [pace_text(run["name"], run["stage_means"]) for run in shown],
+        "pace": [  # of one run of each variant
+            pace_text(shown[first]["name"], shown[first]["stage_means"])
+            for first in map(numbers.index, range(len(names)))
+        ],
         "notes": notes,
         "settings": reading.settings_table(runs),
         "paired": several_runs.paired(runs, notes) if len(runs) > 1 else [],

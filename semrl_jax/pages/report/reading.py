@@ -181,6 +181,31 @@ def events(run: RunLog) -> list[dict[str, Any]]:
     return sorted(found, key=lambda event: event["step"])[-MAX_EVENTS:]
 
 
+def variants(runs: Sequence[RunLog]) -> tuple[list[int], list[str]]:
+    """Runs whose settings are the same but for the seed are one variant.
+
+    Returns:
+      The number of the variant of each run; and what each variant has of its own, as text.
+    """
+    settings = [
+        {field: value for field, value in run.settings.items() if not _is_of_a_run(field)}
+        for run in runs
+    ]
+    fields = sorted({field for one in settings for field in one})
+    texts = [{field: _text(one, field) for field in fields} for one in settings]
+    varied = [field for field in fields if len({one[field] for one in texts}) > 1]
+    names = [
+        ", ".join(f"{field}={str(one[field]).strip(chr(34))}" for field in varied) for one in texts
+    ]
+    found = list(dict.fromkeys(names))
+    return [found.index(name) for name in names], found
+
+
+def _is_of_a_run(field: str) -> bool:
+    """Whether seeds of one variant may differ in a setting."""
+    return field == "seed" or field.startswith(("logging.", "checkpoints.", "profile."))
+
+
 def settings_table(runs: Sequence[RunLog]) -> list[list[Any]]:
     """Field, default, and the value in each run, as JSON texts; None where a run lacks it."""
     default = flatten(jsonable(get_config().to_dict()))

@@ -23,6 +23,21 @@ def runs(tmp_path_factory):
     return first, make_run(directory / "second", config, gain=0.03)
 
 
+def test_seeds_of_a_setting_are_one_variant(tmp_path):
+    config, paths = tiny_config(), []
+    for rate in (0.5, 0.25):
+        for seed in range(2):
+            config.training.learning_rate, config.seed = rate, seed
+            config.logging.plot_every_steps = seed
+            paths.append(make_run(tmp_path / f"{rate}-{seed}", config))
+    figures = page.figures(reading.read_runs(paths))
+    assert figures["variants"] == ["training.learning_rate=0.5", "training.learning_rate=0.25"]
+    assert [run["variant"] for run in figures["runs"]] == [0, 0, 1, 1]
+    assert len(figures["pace"]) == 2
+    alone = page.figures(reading.read_runs(paths[:2]))
+    assert alone["variants"] == [""] and [run["variant"] for run in alone["runs"]] == [0, 0]
+
+
 def test_differences_are_paired_by_problem(runs):
     rows = several_runs.paired(reading.read_runs(runs))
     assert [(row["step"], row["benchmark"], row["run"]) for row in rows] == [

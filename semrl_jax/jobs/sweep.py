@@ -1,0 +1,267 @@
+"""Runs of one config with several settings and seeds: planned, started, summed up.
+
+Each run is a `launch.train` of its own, in OUTPUT/VARIANT/seedN, so a sweep goes on as its runs do.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from semrl_jax.pages.report import over_seeds
+from semrl_jax.pages.report.page import write_page
+from semrl_jax.runs.checkpoint_files import checkpoint_steps
+from semrl_jax.support.console import Bar, Reporter, duration, short_path
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.guard import die_with_parent
+from semrl_jax.support.rows import read_rows
+from semrl_jax.support.run_directory import setting_of
+from semrl_jax.support.safe_files import replacing
+
+EXIT_FAILED, EXIT_MISTAKE, EXIT_PREEMPTED = 1, 2, 75
+POLL_S = 0.2
+MAX_NAME = 100  # characters of a directory
+
+
+class Variant(NamedTuple):
+    """Settings that the runs of all seeds share; the texts are as in flags."""
+
+    settings: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{field}={value}" for field, value in self.settings) or "config"
+
+    @property
+    def directory(self) -> str:
+        """The name as a directory: without the sections, and without odd characters."""
+        short = [f"{field.rpartition('.')[2]}={value}" for field, value in self.settings]
+        return re.sub(r"[^\w.,=+-]+", "_", ",".join(short) or "config")[:MAX_NAME]
+
+
+class Planned(NamedTuple):
+    """A run of a sweep."""
+
+    variant: Variant
+    seed: int
+    workdir: pathlib.Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.name}, seed {self.seed}"
+
+    @property
+    def log(self) -> pathlib.Path:
+        """What the run prints."""
+        return self.workdir.with_name(f"{self.workdir.name}.log")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has its last checkpoint."""
+        num_steps = setting_of(self.workdir, "training", "num_steps")
+        folder = self.workdir / "checkpoints"
+        steps = checkpoint_steps(folder) if folder.is_dir() else []
+        return bool(steps) and isinstance(num_steps, int) and steps[-1] >= num_steps
+
+    def flags(self) -> list[str]:
+        settings = [*self.variant.settings, ("seed", str(self.seed))]
+        return [
+            f"--workdir={self.workdir}", *(f"--config.{field}={value}" for field, value in settings)
+        ]  # fmt: skip
+
+
+def variants_of(
+    vary: Sequence[str], variants: Sequence[str], count: int = 0, seed: int = 0
+) -> list[Variant]:
+    """The variants of a sweep.
+
+    Args:
+      vary: FIELD=VALUE,VALUE: all combinations.
+      variants: "FIELD=VALUE FIELD=VALUE": one variant each, in addition; "" is the config itself.
+      count: of combinations, drawn without replacement; 0: all.
+      seed: of the draw.
+
+    Raises:
+      UserError: for an entry of another form, or two equal variants.
+    """
+    axes = []
+    for entry in vary:
+        field, _, values = entry.partition("=")
+        if not field or not values:
+            raise UserError(f"--vary={entry!r} must be FIELD=VALUE,VALUE, such as seed=0,1.")
+        axes.append([(field, value) for value in values.split(",")])
+    found = [Variant(settings) for settings in itertools.product(*axes)] if axes else []
+    if count:
+        if count > len(found):
+            raise UserError(
+                f"--random={count} is more than the {len(found)} combinations of --vary."
+            )
+        found = random.Random(seed).sample(found, count)
+    for entry in variants:
+        pairs = [part.partition("=") for part in entry.split()]
+        if any(not (field and sign) for field, sign, _ in pairs):
+            raise UserError(f"--variant={entry!r} must be FIELD=VALUE FIELD=VALUE, or empty.")
+        found.append(Variant(tuple((field, value) for field, _, value in pairs)))
+    if any(field == "seed" for variant in found for field, _ in variant.settings):
+        raise UserError("seed is no setting of a variant; --seeds names the seeds of all.")
+    names = [variant.directory for variant in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two variants are named {twice[0]!r}; leave one out.")
+    return found or [Variant(())]
+
+
+def plan(variants: Sequence[Variant], seeds: Sequence[int], output: pathlib.Path) -> list[Planned]:
+    """All runs, seed by seed, so that every variant has as many seeds at any time."""
+    return [
+        Planned(variant, seed, output / variant.directory / f"seed{seed}")
+        for seed in seeds
+        for variant in variants
+    ]
+
+
+class Sweep:
+    """Starts the runs that are not finished, `slots` at a time.
+
+    Args:
+      arguments: further ones of launch.train.
+      slots: further arguments of the run in each slot, such as its replicas.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], slots: Sequence[Sequence[str]], reporter: Reporter
+    ):
+        self._command = [sys.executable, "-m", "launch.train", *arguments]
+        self._slots, self._reporter = slots, reporter
+        self._running: dict[int, tuple[Planned, subprocess.Popen, float]] = {}
+        self._signal = 0
+
+    def check(self, planned: Sequence[Planned]) -> None:
+        """Makes the dry run of one seed of each variant that has no directory yet.
+
+        Raises:
+          UserError: with the line of the first that fails.
+        """
+        first = {run.variant: run for run in reversed(planned) if not run.workdir.exists()}
+        for run in reversed(first.values()):
+            command = [*self._command, *self._slots[0], *run.flags(), "--dry_run"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
+                raise UserError(f"{run.variant.name}: {' '.join(reason)}")
+            self._reporter.line(f"checked: {run.variant.name}")
+
+    def run(self, planned: Sequence[Planned]) -> int:
+        """Runs to the end; returns 0, 75 after a signal, or 1 if a run has failed.
+
+        Raises:
+          UserError: if a run ends with a mistake.
+        """
+        waiting = collections.deque(run for run in planned if not run.is_finished)
+        total, failed = len(planned), []
+        handlers = {n: signal.signal(n, self._end) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            with self._reporter.bar("sweep", total, "runs", done=total - len(waiting)) as bar:
+                while (waiting and not self._signal) or self._running:
+                    for slot in range(len(self._slots)):
+                        if waiting and slot not in self._running and not self._signal:
+                            self._start(slot, waiting.popleft())
+                    for run, code in self._ended(bar):
+                        if code == EXIT_MISTAKE:
+                            raise UserError(f"{run.name}: {_last_line(run.log)}")
+                        failed += [run] * (code != 0)
+                    time.sleep(POLL_S)
+        finally:
+            self._send(signal.SIGKILL)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if self._signal:
+            self._reporter.notice("stopped; the same command goes on")
+            return EXIT_PREEMPTED
+        for run in failed:
+            self._reporter.notice(f"failed: {run.name}: {_last_line(run.log)}; see {run.log}")
+        return EXIT_FAILED if failed else 0
+
+    def _start(self, slot: int, run: Planned) -> None:
+        run.workdir.parent.mkdir(parents=True, exist_ok=True)
+        with run.log.open("ab") as log:
+            process = subprocess.Popen(
+                [*self._command, *self._slots[slot], *run.flags()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the SIGINT of Ctrl-C comes from here, once
+                preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
+            )
+        self._running[slot] = run, process, time.monotonic()
+
+    def _ended(self, bar: Bar) -> Iterator[tuple[Planned, int]]:
+        """The runs that have ended, with their exit codes."""
+        for slot, (run, process, began) in list(self._running.items()):
+            if (code := process.poll()) is None:
+                bar.status(f"{run.name}: {_last_line(run.log)}")
+                continue
+            del self._running[slot]
+            if not code:
+                bar.advance()
+                self._reporter.line(f"done: {run.name}, in {duration(time.monotonic() - began)}")
+            if not self._signal or not code:
+                yield run, code
+
+    def _end(self, number: int, _frame: object) -> None:
+        if self._signal == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = self._signal or number
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        for _, process, _ in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+def _die_with(parent: int):
+    return lambda: die_with_parent(parent, signal.SIGTERM)
+
+
+def _last_line(file: pathlib.Path) -> str:
+    """The last line that a run has printed; "" if none."""
+    with contextlib.suppress(OSError):
+        lines = file.read_bytes()[-4000:].decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""
+
+
+def summarize(planned: Sequence[Planned], output: pathlib.Path, reporter: Reporter) -> None:
+    """Prints the table, and writes sweep.csv, sweep.png and report.html.
+
+    Raises:
+      UserError: if no run has logged anything that can be compared.
+    """
+    logs = {run: read_rows(run.workdir / "metrics.jsonl") for run in planned}
+    logs = {run: rows for run, rows in logs.items() if rows}
+    key = over_seeds.compared_key(list(logs.values()))
+    if not key:
+        raise UserError(f"the runs in {output} have logged nothing that all of them have.")
+    by_variant: dict[Variant, dict[int, over_seeds.Rows]] = {}
+    for run, rows in logs.items():
+        by_variant.setdefault(run.variant, {})[run.seed] = rows
+    found = [over_seeds.compared(one.name, rows, key) for one, rows in by_variant.items()]
+    reporter.table(over_seeds.results_table(key, found))
+    over_seeds.write_csv(output / "sweep.csv", key, found)
+    with replacing(output / "sweep.png") as out:
+        over_seeds.draw(key, found).savefig(out, format="png", dpi=110)
+    write_page(output / "report.html", [run.workdir for run in logs])
+    places = {"report": "report.html", "picture": "sweep.png", "figures": "sweep.csv"}
+    places = {name: short_path(output / file) for name, file in places.items()}
+    reporter.ending(f"{len(logs)} of {len(planned)} runs", places)

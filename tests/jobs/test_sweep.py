@@ -1,0 +1,106 @@
+"""The plan of a sweep, and what is said of its seeds."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from semrl_jax.jobs.sweep import Planned, Variant, plan, variants_of
+from semrl_jax.pages.report import over_seeds
+from semrl_jax.pages.report.over_seeds import Estimate, compared, compared_key
+from semrl_jax.support.errors import UserError
+
+
+def test_a_grid_a_list_and_a_draw(tmp_path):
+    grid = variants_of(["a.b=1,2", "c=x,y"], [])
+    assert [variant.name for variant in grid] == [
+        "a.b=1, c=x",
+        "a.b=1, c=y",
+        "a.b=2, c=x",
+        "a.b=2, c=y",
+    ]
+    assert variants_of(["a.b=1,2"], ["c=x a.b=3", ""])[2:] == [
+        Variant((("c", "x"), ("a.b", "3"))), Variant(()),
+    ]  # fmt: skip
+    assert variants_of([], []) == [Variant(())]
+    drawn = variants_of(["a=1,2,3,4", "b=1,2,3,4"], [], count=5)
+    assert len(set(drawn)) == 5 and drawn == variants_of(["a=1,2,3,4", "b=1,2,3,4"], [], count=5)
+    runs = plan(grid[:2], [3, 5], tmp_path)
+    assert [(run.variant.directory, run.seed) for run in runs] == [
+        ("b=1,c=x", 3), ("b=1,c=y", 3), ("b=1,c=x", 5), ("b=1,c=y", 5),
+    ]  # fmt: skip
+    assert runs[0].flags() == [
+        f"--workdir={tmp_path}/b=1,c=x/seed3", "--config.a.b=1", "--config.c=x", "--config.seed=3",
+    ]  # fmt: skip
+    odd = Planned(Variant((("data.template", "a/b {input}"),)), 0, tmp_path)
+    assert odd.variant.directory == "template=a_b_input_" and not odd.is_finished
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((["a"], []), "--vary='a' must be FIELD=VALUE,VALUE"),
+        ((["a="], []), "--vary='a=' must be FIELD=VALUE,VALUE"),
+        ((["a=1,2"], [], 3), "--random=3 is more than the 2 combinations"),
+        (([], ["a b=1"]), "--variant='a b=1' must be FIELD=VALUE FIELD=VALUE"),
+        ((["seed=1,2"], []), "--seeds names the seeds"),
+        ((["a=1,1"], []), "two variants are named 'a=1'"),
+    ],
+)
+def test_a_wrong_entry_is_one_line(arguments, message):
+    with pytest.raises(UserError) as caught:
+        variants_of(*arguments)
+    assert message in str(caught.value)
+
+
+def logs(gain, seeds):
+    """Rows of runs whose accuracy depends on the seed in the same way for every gain."""
+    others = {"reward/correct": 0.0, "time/step_s": 2.0, "response/num_tokens": 10.0}
+    key = "eval/sums/greedy_accuracy"
+    return {
+        seed: [
+            {"step": step, key: 0.1 + gain * step + 0.05 * (seed % 3)} | others for step in range(3)
+        ]
+        for seed in seeds
+    }
+
+
+def test_intervals_are_those_of_scipy():
+    values = np.array([0.3, 0.5, 0.45, 0.2])
+    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    found = Estimate.of(values)
+    np.testing.assert_allclose([found.mean - found.half, found.mean + found.half], expected)
+    assert math.isnan(Estimate.of(values[:1]).half) and str(Estimate.of(values[:1])) == "0.300"
+
+
+def test_variants_are_compared_seed_by_seed():
+    key = compared_key(list(logs(0.1, range(3)).values()))
+    assert key == "eval/sums/greedy_accuracy"
+    first = compared("first", logs(0.1, [0, 1, 2]), key)
+    other = compared("other", logs(0.2, [1, 2, 4]), key)
+    np.testing.assert_allclose(first.last, [0.3, 0.35, 0.4])
+    np.testing.assert_allclose(first.over_steps, first.last - 0.05)  # steps 1 and 2
+    difference = other.less(first)  # of the seeds 1 and 2, which differ by as much
+    np.testing.assert_allclose([difference.mean, difference.half], [0.2, 0.0], atol=1e-12)
+    assert Estimate.of(other.last).half > 0.05
+    assert first.seconds.tolist() == [6.0] * 3 and first.tokens.tolist() == [30.0] * 3
+
+
+def test_what_not_all_runs_have_is_not_compared():
+    with_accuracy, without = logs(0.1, [0])[0], [{"step": 0, "reward/correct": 0.5}]
+    assert compared_key([with_accuracy, without]) == "reward/correct"
+    assert compared_key([with_accuracy, [{"step": 0}]]) == compared_key([]) == ""
+
+
+def test_table_file_and_picture_name_every_variant(tmp_path):
+    key = "reward/correct"
+    found = [compared(name, logs(0.1, range(2)), key) for name in ("a=$x", "[b]=1")]
+    text = io.StringIO()
+    Console(file=text, width=100).print(over_seeds.results_table(key, found))
+    assert all(part in text.getvalue() for part in ("a=$x", "[b]=1", "Fewer than three seeds"))
+    over_seeds.write_csv(tmp_path / "sweep.csv", key, found)
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 5
+    over_seeds.draw(key, found).savefig(tmp_path / "sweep.png")

@@ -1,0 +1,32 @@
+"""A sweep that is ended by a signal goes on, and repeats no run."""
+
+import signal
+
+import pytest
+
+from tests.launch.conftest import TINY, read_until, run, start
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_signal(tmp_path):
+    output = tmp_path / "sweep"
+    arguments = [
+        "launch.sweep", f"--config={TINY}", f"--output={output}", "--seeds=0",
+        "--vary=shaping.target=none,advantage", "--config.warm_start.num_steps=0",
+        "--config.training.num_steps=2",
+    ]  # fmt: skip
+    process = start(*arguments)
+    read_until(process, "done: shaping.target=none, seed 0")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=200) == 75
+    first = output / "target=none" / "seed0"
+    written = (first / "metrics.jsonl").stat().st_mtime_ns
+    done = run(*arguments, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 runs" in done.stdout and "less the first" in done.stdout
+    assert (first / "metrics.jsonl").stat().st_mtime_ns == written
+    assert "done: shaping.target=advantage, seed 0" in done.stdout
+    for name in ("sweep.csv", "sweep.png", "report.html"):
+        assert (output / name).stat().st_size > 100
+    wrong = run(*arguments, "--variant=training.lr=1", timeout=200)
+    assert wrong.returncode == 2 and "did you mean training.learning_rate?" in wrong.stderr
