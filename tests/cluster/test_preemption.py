@@ -38,6 +38,32 @@ def test_process_ends_after_the_grace_time(monkeypatch, capsys):
     assert "no checkpoint within training.grace_s=0.01 s" in capsys.readouterr().err
 
 
+def test_an_interrupt_has_no_grace_time(monkeypatch):
+    """Nobody kills the process after Ctrl-C, so its checkpoint may take as long as it needs."""
+    codes = queue.Queue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    with StopRequest(0.01, 75).installed() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(queue.Empty):
+            codes.get(timeout=0.3)
+        with pytest.raises(Preempted, match="SIGINT"):
+            request.check()
+
+
+def test_another_thread_handles_no_signal():
+    handler = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def work():
+        with StopRequest(0.01, 75).installed():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [handler]
+
+
 def test_signal_outside_an_interruptible_block_is_deferred(stop):
     terminate()  # raises nothing here
     with pytest.raises(Preempted):
