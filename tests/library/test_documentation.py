@@ -38,7 +38,7 @@ def test_the_update_by_hand_raises_what_was_rewarded(chat_model):
     before, _, update = text.partition("optimizer = optax")
     names = {}
     exec(compile(before, "page", "exec"), names)
-    model, responses = names["model"], names["responses"]
+    model, responses = names["lm"], names["responses"]
     logprobs = [model.logprobs(names["question"], r.token_ids) for r in responses]
     _, scalars = names["loss"](model.params)
     assert float(scalars["policy/approx_kl"]) == pytest.approx(0.0, abs=1e-6)

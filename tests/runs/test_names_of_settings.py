@@ -15,7 +15,7 @@ FIELDS = list(known_settings())
 SECTIONS = sorted({field.partition(".")[0] for field in FIELDS if "." in field})
 NAME = re.compile(rf"(?<![\w./-])(?:config\.)?((?:{'|'.join(SECTIONS)})(?:\.[a-z]\w*)+)(?![\w(])")
 OTHERS = re.compile(
-    r"""[a-z]+\.(csv|json|jsonl|ipynb|md|safetensors)\b  # a file
+    r"""[a-z]+\.(csv|json|jsonl|ipynb|md|pkl|safetensors)\b  # a file
     | model\.(embed_tokens|layers|norm)\b  # a tensor
     | hidden_states\.(kinds|layers)$  # of a request on the wire
     """,

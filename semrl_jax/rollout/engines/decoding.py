@@ -574,13 +574,7 @@ class DecodingCall:
     def step(self) -> list[Rollout]:
         """Prefills, generates one chunk, and returns the responses that ended, in slot order."""
         if self._slots is None:
-            self._slots = empty_slots(
-                policy=self._policy,
-                rows=self._arrangement.rows,
-                group=self._arrangement.group,
-                num_prompt_columns=self._prompt_columns,
-                columns=self._response_columns,
-            )
+            self._begin()
             if self._continued:
                 self._continue()
         self._prefill()
@@ -611,6 +605,15 @@ class DecodingCall:
         self._continued.clear()
         self._waiting.clear()
         return [self._rollout(response, "aborted") for response in rest]
+
+    def _begin(self) -> None:
+        self._slots = empty_slots(
+            policy=self._policy,
+            rows=self._arrangement.rows,
+            group=self._arrangement.group,
+            num_prompt_columns=self._prompt_columns,
+            columns=self._response_columns,
+        )
 
     def _continue(self) -> None:
         """Puts kept caches into slots, and adds the other tokens of these prompts."""
