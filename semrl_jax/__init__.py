@@ -8,8 +8,6 @@ Importing the package loads no accelerator library; each room imports what it ne
 
 from semrl_jax.support.lazy import lazy_names
 
-__all__ = ["LanguageModel", "Trainer"]
-
 __getattr__ = lazy_names(
     __name__, {"LanguageModel": "library.language_model", "Trainer": "library.trainer"}
 )
