@@ -38,7 +38,7 @@ QUIET = flags.DEFINE_bool("quiet", False, "print only the table and what needs a
 
 
 def main() -> int:
-    cli.checked_config(CONFIG, check_sections)
+    config = cli.checked_config(CONFIG, check_sections)
     output = pathlib.Path(cli.required(OUTPUT))
     seeds = [seed.strip() for seed in SEEDS.value]
     if not seeds or not all(re.fullmatch(r"[0-9]{1,9}", seed) for seed in seeds):
@@ -51,7 +51,8 @@ def main() -> int:
     from semrl_jax.support.console import Reporter
 
     variants = sweep.variants_of(VARY.value, VARIANT.value, RANDOM.value)
-    planned = sweep.plan(variants, list(map(int, seeds)), output)
+    num_steps = config.training.num_steps
+    planned = sweep.plan(variants, list(map(int, seeds)), output, num_steps)
     slots = [[f"--config.rollout.addresses={one}"] for one in REPLICAS.value]
     reporter = Reporter(quiet=QUIET.value)
     code = 0

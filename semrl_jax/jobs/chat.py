@@ -9,7 +9,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -143,6 +143,24 @@ def own_template(config: ml_collections.ConfigDict, tokenizer: Any) -> str:
     return data.chosen_template(config.data.template, tokenizer)
 
 
+def encoded_question(
+    question: str,
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    template: str,
+    turns: Sequence[tuple[str, str]] = (),
+) -> list[int]:
+    """The tokens of a prompt, as in training; `turns` are earlier questions and responses.
+
+    Raises UserError if the template refuses it.
+    """
+    system_prompt = config.data.system_prompt
+    render = prompt_renderer(template, tokenizer, system_prompt=system_prompt, shots=turns)
+    prefix = data.special_prefix(tokenizer, template, config.data.add_special_tokens)
+    (ids,) = data.encode(tokenizer, render([question]), prefix)
+    return ids
+
+
 def is_of_the_task(tokenizer: Any) -> bool:
     """Whether the tokenizer is the one of the built-in task."""
     return data.tokenizer_hash(tokenizer) == data.tokenizer_hash(data.character_tokenizer())
@@ -186,15 +204,7 @@ class Conversation:
 
     def _prompt_ids(self, question: str) -> np.ndarray:
         config, tokenizer = self._inference.config, self._inference.tokenizer
-        render = prompt_renderer(
-            self._template,
-            tokenizer,
-            system_prompt=config.data.system_prompt,
-            shots=self._turns,
-        )
-        (text,) = render([question])
-        prefix = data.special_prefix(tokenizer, self._template, config.data.add_special_tokens)
-        (ids,) = data.encode(tokenizer, [text], prefix)
+        ids = encoded_question(question, config, tokenizer, self._template, self._turns)
         limit = config.rollout.max_prompt_tokens
         if not ids:
             raise UserError("the prompt has no token; ask with words that the tokenizer knows.")

@@ -22,14 +22,13 @@ from typing import NamedTuple
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.page import write_page
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
+from semrl_jax.runs.lifecycle import EXIT_FAILED, EXIT_MISTAKE, EXIT_PREEMPTED
 from semrl_jax.support.console import Bar, Reporter, duration, short_path
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.guard import die_with_parent
 from semrl_jax.support.rows import read_rows
-from semrl_jax.support.run_directory import setting_of
 from semrl_jax.support.safe_files import replacing
 
-EXIT_FAILED, EXIT_MISTAKE, EXIT_PREEMPTED = 1, 2, 75
 POLL_S = 0.2
 MAX_NAME = 100  # characters of a directory
 
@@ -56,6 +55,7 @@ class Planned(NamedTuple):
     variant: Variant
     seed: int
     workdir: pathlib.Path
+    num_steps: int
 
     @property
     def name(self) -> str:
@@ -69,10 +69,9 @@ class Planned(NamedTuple):
     @property
     def is_finished(self) -> bool:
         """Whether it has its last checkpoint."""
-        num_steps = setting_of(self.workdir, "training", "num_steps")
         folder = self.workdir / "checkpoints"
         steps = checkpoint_steps(folder) if folder.is_dir() else []
-        return bool(steps) and isinstance(num_steps, int) and steps[-1] >= num_steps
+        return bool(steps) and steps[-1] >= self.num_steps
 
     def flags(self) -> list[str]:
         settings = [*self.variant.settings, ("seed", str(self.seed))]
@@ -121,12 +120,26 @@ def variants_of(
     return found or [Variant(())]
 
 
-def plan(variants: Sequence[Variant], seeds: Sequence[int], output: pathlib.Path) -> list[Planned]:
-    """All runs, seed by seed, so that every variant has as many seeds at any time."""
+def plan(
+    variants: Sequence[Variant], seeds: Sequence[int], output: pathlib.Path, num_steps: int
+) -> list[Planned]:
+    """All runs, seed by seed, so that every variant has as many seeds at any time.
+
+    Variants that do not set `training.num_steps` have `num_steps`.
+
+    Raises:
+      UserError: if a variant sets it to no whole number.
+    """
+    found = []
+    for variant in variants:
+        own = dict(variant.settings).get("training.num_steps", str(num_steps))
+        if not own.isdecimal():
+            raise UserError(f"training.num_steps={own} must be a whole number.")
+        found.append((variant, int(own)))
     return [
-        Planned(variant, seed, output / variant.directory / f"seed{seed}")
+        Planned(variant, seed, output / variant.directory / f"seed{seed}", steps)
         for seed in seeds
-        for variant in variants
+        for variant, steps in found
     ]
 
 

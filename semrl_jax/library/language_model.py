@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from configs import recorded
 from configs.default import get_config
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.data.templates import prompt_renderer
 from semrl_jax.data.turns import ChatTurns
+from semrl_jax.jobs.chat import encoded_question, own_template
 from semrl_jax.models.of_config import build_policy, end_token_ids
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.local import LocalReplica
@@ -28,6 +29,7 @@ from semrl_jax.sampling.requests import GENERATION, stream_seed
 from semrl_jax.support import compilation
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.run_directory import run_of
 from semrl_jax.types import (
     HiddenStateParams,
     Rollout,
@@ -79,6 +81,8 @@ class LanguageModel(contextlib.AbstractContextManager):
         (source,) = find_policies(str(path), None, field="model")
         config = get_config()
         config.model.path, config.model.family = str(source.model), source.family
+        run = run_of(pathlib.Path(path))
+        self._config = recorded.get_config(run / "config.json") if run else config  # of prompts
         compilation.keep_programs()
         mesh = models.make_mesh(config.mesh.to_dict())
         self.policy, self.tokenizer = build_policy(config)
@@ -110,17 +114,15 @@ class LanguageModel(contextlib.AbstractContextManager):
         """The tokens of a prompt, as in training.
 
         Args:
-          prompt: a question, which the tokenizer's chat template surrounds if there is one; or
-            messages, `[{"role": "user", "content": ...}, ...]`.
+          prompt: a question, which gets the template of the run; without a run, the tokenizer's
+            chat template if there is one. Or messages, `[{"role": "user", "content": ...}, ...]`.
 
         Raises:
           UserError: if the chat template refuses it, or it has no token or too many.
         """
         if isinstance(prompt, str):
-            (text,) = prompt_renderer("auto", self.tokenizer)([prompt])
-            template = data.chosen_template("auto", self.tokenizer)
-            prefix = data.special_prefix(self.tokenizer, template)
-            (ids,) = data.encode(self.tokenizer, [text], prefix)
+            template = own_template(self._config, self.tokenizer)
+            ids = encoded_question(prompt, self._config, self.tokenizer, template)
         else:
             (begun,) = ChatTurns(self.tokenizer, self._ends).begun([prompt])
             if begun.error:

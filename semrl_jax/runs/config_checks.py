@@ -150,7 +150,8 @@ def method_line(config: ml_collections.ConfigDict) -> str:
         ):
             if loss[of]:
                 parts.append(f"{name} {loss[of]:g} (algorithms.loss.{of})")
-    if not (rewards.function or rewards.functions) and rewards.mode == "independent":
+    is_math = not (rewards.function or rewards.functions or config.environment.name)
+    if is_math and rewards.mode == "independent":
         parts.append(f"{rewards.unboxed_penalty:g} for wrong and unboxed responses (rewards.mode)")
     return f"method: {', '.join(parts)}"
 

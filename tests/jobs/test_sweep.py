@@ -28,15 +28,27 @@ def test_a_grid_a_list_and_a_draw(tmp_path):
     assert variants_of([], []) == [Variant(())]
     drawn = variants_of(["a=1,2,3,4", "b=1,2,3,4"], [], count=5)
     assert len(set(drawn)) == 5 and drawn == variants_of(["a=1,2,3,4", "b=1,2,3,4"], [], count=5)
-    runs = plan(grid[:2], [3, 5], tmp_path)
+    runs = plan(grid[:2], [3, 5], tmp_path, 7)
     assert [(run.variant.directory, run.seed) for run in runs] == [
         ("b=1,c=x", 3), ("b=1,c=y", 3), ("b=1,c=x", 5), ("b=1,c=y", 5),
     ]  # fmt: skip
     assert runs[0].flags() == [
         f"--workdir={tmp_path}/b=1,c=x/seed3", "--config.a.b=1", "--config.c=x", "--config.seed=3",
     ]  # fmt: skip
-    odd = Planned(Variant((("data.template", "a/b {input}"),)), 0, tmp_path)
+    odd = Planned(Variant((("data.template", "a/b {input}"),)), 0, tmp_path, 1)
     assert odd.variant.directory == "template=a_b_input_" and not odd.is_finished
+
+
+def test_a_run_is_finished_at_the_steps_that_are_asked_for_now(tmp_path):
+    variants = variants_of(["training.num_steps=5,9"], [""])
+    (short, long, default) = plan(variants, [0], tmp_path, 7)
+    assert [run.num_steps for run in (short, long, default)] == [5, 9, 7]
+    for run in (short, long, default):
+        (run.workdir / "checkpoints" / "7").mkdir(parents=True)
+    assert [run.is_finished for run in (short, long, default)] == [True, False, True]
+    assert not default._replace(num_steps=8).is_finished  # the same command with more steps
+    with pytest.raises(UserError, match=r"training\.num_steps=many must be a whole number"):
+        plan(variants_of(["training.num_steps=many"], []), [0], tmp_path, 7)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ import threading
 import pytest
 
 import semrl_jax
+from configs.default import get_config
+from semrl_jax.library.settings import configure
+from semrl_jax.runs.config_checks import method_line
 from semrl_jax.settings.training import Training
 from semrl_jax.support.errors import UserError
 from tests.fixtures import read_rows, stable
@@ -180,3 +183,25 @@ def test_settings_as_dataclasses_and_files(tmp_path):
 def test_the_first_lines_name_the_method(trainer, capsys):
     trainer(training={"num_steps": 1}).train()
     assert "method: grpo\n" in capsys.readouterr().out
+
+
+def test_questions_to_the_policy_get_the_template_of_the_run(trainer):
+    one = trainer(data=SIZES["data"] | {"template": "Q {input} A"}, training={"num_steps": 1})
+    one.train()
+    assert one.policy.tokenizer.decode(one.policy.encode("1+2=")) == "Q 1+2= A"
+
+
+@pytest.mark.parametrize(
+    "settings, parts",
+    [
+        ({}, ["grpo", "VERL shaping of advantage", "KL penalty 0.001", "entropy bonus", "-1 for"]),
+        ({"rewards": {"mode": "mix"}, "shaping": {"target": "none"}}, ["grpo", "KL", "entropy"]),
+        ({"environment": {"name": "a:B"}}, ["grpo", "VERL", "KL", "entropy"]),
+    ],
+)
+def test_the_method_in_a_line(settings, parts):
+    config = get_config()
+    configure(config, settings)
+    line = method_line(config).removeprefix("method: ")
+    found = line.split(", ")
+    assert len(found) == len(parts) and all(map(str.startswith, found, parts))
