@@ -194,7 +194,10 @@ def test_questions_to_the_policy_get_the_template_of_the_run(trainer):
 @pytest.mark.parametrize(
     "settings, parts",
     [
-        ({}, ["grpo", "VERL shaping of advantage", "KL penalty 0.001", "entropy bonus", "-1 for"]),
+        (
+            {},
+            ["grpo", "VERL shaping of advantage", "KL penalty 0.001", "entropy bonus", "score -1"],
+        ),
         ({"rewards": {"mode": "mix"}, "shaping": {"target": "none"}}, ["grpo", "KL", "entropy"]),
         ({"environment": {"name": "a:B"}}, ["grpo", "VERL", "KL", "entropy"]),
     ],
@@ -205,3 +208,4 @@ def test_the_method_in_a_line(settings, parts):
     line = method_line(config).removeprefix("method: ")
     found = line.split(", ")
     assert len(found) == len(parts) and all(map(str.startswith, found, parts))
+    assert len(line) <= 100
