@@ -145,14 +145,14 @@ def method_line(config: ml_collections.ConfigDict) -> str:
         parts.append(f"VERL shaping of {config.shaping.target}")
     if "." not in config.algorithms.name:  # else its own options
         for name, of in (
-            ("KL penalty", "kl_coefficient"),
+            ("KL", "kl_coefficient"),
             ("entropy bonus", "entropy_coefficient"),
         ):
             if loss[of]:
                 parts.append(f"{name} {loss[of]:g}")
     is_math = not (rewards.function or rewards.functions or config.environment.name)
     if is_math and rewards.mode == "independent":
-        parts.append(f"score {rewards.unboxed_penalty:g} if wrong and unboxed")
+        parts.append(f"{rewards.unboxed_penalty:g} if wrong and unboxed")
     return f"method: {', '.join(parts)}"
 
 
