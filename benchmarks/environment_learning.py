@@ -72,8 +72,12 @@ SUBJECTS = {
         ("--config.sft.learning_rate=5e-5", "--config.sft.batch_size=8"),
     ),
     "tictactoe": Subject(
-        tictactoe.get_config(), random_move, 2000,
-        ("--config.sft.learning_rate=3e-3", "--config.sft.batch_size=32"),
+        tictactoe.get_config(), random_move, 3000,
+        # In the second pass it learns which moves are legal.
+        (
+            "--config.sft.learning_rate=3e-3", "--config.sft.batch_size=32",
+            "--config.sft.num_epochs=4",
+        ),
     ),
 }  # fmt: skip
 
