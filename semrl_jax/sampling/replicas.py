@@ -171,20 +171,12 @@ def _check_limits(
             f"but algorithms.importance corrects by {level!r}; start a replica from this release, "
             "or set level and level_ahead to 'none'."
         )
-    sampling = {
-        "annealed": {"rollout.annealing.enabled": config.rollout.annealing.enabled},
-        "stop_strings": {
-            "rollout.stop_strings": config.rollout.stop_strings,
-            "evaluation.stop_strings": config.evaluation.stop_strings,
-        },
-    }
-    for kind, settings in sampling.items():
-        used = [name for name, value in settings.items() if value]
-        if used and kind not in replica.sampling_kinds:
+    for section in ("rollout", "evaluation"):
+        if config[section].stop_strings and "stop_strings" not in replica.sampling_kinds:
             raise UserError(
                 f"replica {replica.replica_id} ({replica.engine} engine) lacks the kind of "
-                f"sampling {kind!r} that {used[0]} asks for; start a replica of this release whose "
-                "engine has it, or leave the setting out."
+                f"sampling 'stop_strings' that {section}.stop_strings asks for; start a replica of "
+                "this release whose engine has it, or leave the setting out."
             )
 
 

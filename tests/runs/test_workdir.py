@@ -194,7 +194,7 @@ def test_a_run_continues_without_a_removed_setting_that_it_had_off(config, tmp_p
         *sections, name = field.split(".")
         section = record["config"]
         for part in sections:
-            section = section[part]
+            section = section.setdefault(part, {})  # a section may be gone
         section[name] = off
     file.write_text(json.dumps(record))
     reopened = open_workdir(str(tmp_path / "run"), config)

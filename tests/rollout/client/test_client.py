@@ -20,7 +20,7 @@ from semrl_jax.rollout.client.dispatch import split_by_group
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import Annealing, HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
+from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
@@ -61,7 +61,6 @@ def test_connect_returns_descriptions(world):
     [
         ({}, HiddenStateParams((-1, 999)), r"hidden_states.layers has 999; the replica has \[-1, "),
         ({}, HiddenStateParams((-1,), kinds=("later",)), "hidden_states.kinds has 'later'"),
-        ({"annealing": Annealing(1.2, 0.1, 10, 25.0)}, HiddenStateParams(), "has 'annealed'"),
         ({"stop_strings": ("user",)}, HiddenStateParams(), "has 'stop_strings'"),
     ],
 )
