@@ -20,7 +20,7 @@ from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.sampling.addresses_file import check_addresses, read_addresses
 from semrl_jax.settings.algorithms import importance_options
-from semrl_jax.settings.rollout import longest_prompt, replica_in_flight
+from semrl_jax.settings.rollout import longest_prompt
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import ReplicaDescription
@@ -75,8 +75,7 @@ def open_client(
             addresses = own_part(rollout.addresses)
             token = read_token(rollout.token_file)
         elif is_embedded(config):
-            engine = jax_engine(config, policy, tokenizer, device_lock)
-            local = LocalReplica(engine, in_flight=replica_in_flight(rollout))
+            local = LocalReplica(jax_engine(config, policy, tokenizer, device_lock))
         else:
             token, own = new_token(), directory / f"replica{place[0]}"
             if rollout.engine == "vllm":

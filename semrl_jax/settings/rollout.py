@@ -77,10 +77,9 @@ class Rollout:
     )
     in_flight: str = setting(
         "wait",
-        "What replicas do with running responses when new weights arrive: wait for them, "
-        "abort them or keep them. Kept ones go on with the new weights: with any engine "
-        "if max_staleness is at least 2 (docs/ahead.md), else with vLLM only.",
-        choices=("wait", "abort", "keep"),
+        "wait: new weights come between responses. keep, with max_staleness of at least 2: "
+        "a response goes on with new weights. docs/ahead.md",
+        choices=("wait", "keep"),
     )
     weight_dtype: str = setting(
         "", "dtype of weights on the wire; empty: model.compute_dtype", choices=("", *DTYPES)
@@ -231,19 +230,13 @@ def check_training(rollout: Section) -> None:
 
 def _check_lag(rollout: Section) -> None:
     """The lag, and the settings with which responses are sampled in parts."""
-    lag, way = rollout["max_staleness"], rollout["in_flight"]
-    if lag and way == "abort":
-        raise UserError(
-            f"rollout.max_staleness={lag} samples beside the updates, but "
-            "rollout.in_flight='abort' throws running responses away when new weights arrive; set "
-            "it to 'wait' or 'keep'."
-        )
-    if way != "keep" or not lag:
+    lag = rollout["max_staleness"]
+    if rollout["in_flight"] != "keep":
         return
-    if lag == 1:
+    if lag < 2:
         raise UserError(
             "rollout.in_flight='keep' gives running responses new weights, but with "
-            "rollout.max_staleness=1 the next weights come when the batch is needed; set "
+            f"rollout.max_staleness={lag} the next weights come after the batch; set "
             "max_staleness to 2 or more, or in_flight='wait'."
         )
     if lag > rollout["max_response_tokens"]:
@@ -298,11 +291,6 @@ def rows_of_slots(
         group //= 2
     rows = slots // size * -(-size // group)
     return rows + -rows % num_shards, group
-
-
-def replica_in_flight(rollout: Section) -> str:
-    """What replicas do with running responses; parts end before new weights are sent."""
-    return "wait" if num_parts(rollout) > 1 else rollout["in_flight"]
 
 
 def _check_processes(rollout: Section) -> None:

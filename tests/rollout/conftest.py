@@ -127,15 +127,10 @@ def world():
     """Starts replicas and clients, and closes them all at the end."""
     with contextlib.ExitStack() as stack:
 
-        def replica(script=None, in_flight="wait", stall_timeout_s=600.0, max_calls=64, **settings):
+        def replica(script=None, stall_timeout_s=600.0, max_calls=64, **settings):
             engine = FakeEngine(script=script or FakeScript(), **settings)
-            engine.keeps_in_flight = in_flight == "keep"
             embedded = EmbeddedReplica(
-                engine,
-                token=TOKEN,
-                in_flight=in_flight,
-                stall_timeout_s=stall_timeout_s,
-                max_calls=max_calls,
+                engine, token=TOKEN, stall_timeout_s=stall_timeout_s, max_calls=max_calls
             )
             stack.callback(embedded.close, 0.0)
             embedded.engine = engine

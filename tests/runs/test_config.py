@@ -378,7 +378,6 @@ def test_rows_of_fine_tuning_follow_the_longest_conversation():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("rollout.in_flight", "abort", "in_flight='abort' throws running responses away"),
         ("hidden_states.compare_every", 2, "compares states of the same weights, but with rollout"),
         ("rollout.top_p", 0.9, r"importance.level_ahead='token' compares .* or level_ahead to"),
         ("rollout.top_k", 3, r"importance.level_ahead='token' compares .* or level_ahead to"),
@@ -397,7 +396,8 @@ def test_what_contradicts_sampling_ahead_is_named(field, value, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("rollout.max_staleness", 1, "the next weights come when the batch is needed"),
+        ("rollout.max_staleness", 1, "max_staleness=1 the next weights come after the batch"),
+        ("rollout.max_staleness", 0, "max_staleness=0 the next weights come after the batch"),
         ("rollout.max_response_tokens", 2, "3 parts, which must be at most rollout.max_response"),
         ("algorithms.batch_rules.max_sampling_rounds", 2, "the prompts of the batch before"),
         ("metrics.placement", "rollout", "measures each part alone; set metrics.placement="),

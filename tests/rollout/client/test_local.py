@@ -42,9 +42,9 @@ def local():
     """Makes a client of a fake engine in this process."""
     with contextlib.ExitStack() as stack:
 
-        def make(script=None, in_flight="wait", **settings):
+        def make(script=None, **settings):
             engine = FakeEngine(script=script or FakeScript())
-            replica = LocalReplica(engine, in_flight=in_flight)
+            replica = LocalReplica(engine)
             lines = []
             settings = {
                 "sync_timeout_s": 10.0,
@@ -145,8 +145,6 @@ def test_the_errors_of_a_server(local):
             list(client.generate(requests, SAMPLING, version=version))
     with pytest.raises(ValueError, match=r"sampling.top_k=102 must be in"):
         list(client.generate(make_requests(), SamplingParams(4, top_k=102), version=version))
-    with pytest.raises(UserError, match="in_flight='keep' is not offered by the fake engine"):
-        LocalReplica(FakeEngine(), in_flight="keep")
     with pytest.raises(UserError, match="has model_hash='fake-model', the trainer 'another'"):
         client.connect(**FAKE | {"model_hash": "another"})
 
@@ -264,9 +262,8 @@ def test_close_ends_the_calls_of_another_thread(local, call):
     assert client.lines == []
 
 
-@pytest.mark.parametrize("in_flight", ["wait", "abort"])
-def test_weights_that_come_while_responses_are_sampled(local, in_flight):
-    client = local(FakeScript(delay_s=0.05), in_flight=in_flight)
+def test_weights_that_come_while_responses_are_sampled(local):
+    client = local(FakeScript(delay_s=0.05))
     rollouts = client.generate(
         make_requests(), SAMPLING, version=sync(client), resync=lambda: sync(client)
     )
@@ -276,7 +273,7 @@ def test_weights_that_come_while_responses_are_sampled(local, in_flight):
         found += rollouts
         synced.result()
     assert len(found) == 8
-    assert (client.counters["aborted"] > 0) == (in_flight == "abort")
+    assert client.counters["aborted"] == 0
 
 
 @pytest.fixture(scope="module")
