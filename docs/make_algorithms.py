@@ -94,15 +94,6 @@ These are fields of `algorithms.batch_rules`:
   with exit code 2; the same command with more rounds, or with 0, continues.
 - `keep_groups_by=correctness`: keeps groups with 0 < correct responses < G, the paper's rule.
 
-## Annealed temperature
-
-`rollout.annealing.enabled=True` lowers the temperature along each response (EAD, arXiv:2510.05251):
-it is `rollout.temperature` for the first `warmup_tokens` tokens t, then times
-max(1 + `maximum` - exp(t / d), `minimum`), d = min(`decay_tokens` + `decay_growth` * step,
-`max_decay_tokens`). The policy is trained at `rollout.temperature`, so
-`algorithms.importance.level` must correct for it; `token` is the paper's choice. The published
-code has the same defaults and no correction. Evaluations are not annealed. vLLM cannot anneal.
-
 ## Aggregation
 
 `--config.algorithms.aggregation=...`: `token_mean` weighs all tokens of the mini-batch equally,

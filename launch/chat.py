@@ -63,7 +63,6 @@ OF_QUESTIONS = ("template", "multi_turn", "system_prompt")  # flags without a me
 FIXED = {
     "data.prompts_per_step": 1,
     "rollout.group_size": 1,
-    "rollout.annealing.enabled": False,
     "evaluation.n": 1,
     "evaluation.k": (1,),
     "hidden_states.source": "none",

@@ -84,7 +84,6 @@ FIXED = {
     "data.prompts_per_step": 1,
     "rollout.group_size": 1,
     "evaluation.k": (1,),
-    "rollout.annealing.enabled": False,
     "hidden_states.source": "none",
 }
 

@@ -29,7 +29,7 @@ from ml_collections import config_flags
 
 from launch import cli
 from semrl_jax.runs.config_checks import check_sections
-from semrl_jax.settings.rollout import ENGINES, check_quantization, replica_in_flight
+from semrl_jax.settings.rollout import ENGINES, check_quantization
 from semrl_jax.support import compilation, cores
 from semrl_jax.support.run_directory import names_run
 
@@ -178,7 +178,6 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
             announce=announce,
             token=token,
             **place,
-            in_flight=replica_in_flight(config.rollout),
             stall_timeout_s=config.rollout.stall_timeout_s,
         )
     except EngineDeadError as error:

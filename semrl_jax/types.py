@@ -83,22 +83,6 @@ class VersionSpan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Annealing:
-    """A temperature that falls along each response, so that its beginning explores most.
-
-    Token t, counted from 0, has the temperature of the call where t < `warmup_tokens`. Later tokens
-    have this temperature times max(1 + maximum - exp(t / decay_tokens), minimum).
-
-    Source: arXiv:2510.05251 (EAD), with the formula and the names of its `negexp` mode.
-    """
-
-    maximum: float
-    minimum: float
-    warmup_tokens: int
-    decay_tokens: float
-
-
-@dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one call samples; the same for all of its requests.
 
@@ -109,7 +93,6 @@ class SamplingParams:
       max_tokens: response limit in tokens, the end token included.
       eos_token_ids, stop_token_ids: end a response with finish reason "eos" or "stop"; the token
         stays in the response.
-      annealing: None keeps one temperature; without effect on greedy sampling.
       stop_strings: end a response with finish reason "stop", at the first token with which its
         decoded text contains one of them; special tokens add no text. A stop string may span
         several tokens. All tokens up to this one stay in the response.
@@ -121,7 +104,6 @@ class SamplingParams:
     top_k: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    annealing: Annealing | None = None
     stop_strings: tuple[str, ...] = ()
 
 
@@ -337,8 +319,7 @@ class ReplicaDescription:
       max_prompts: sequences per call; max_prompt_tokens and max_response_tokens are per sequence.
       version: the weights it serves, None before the first update.
       layers_reason: why the engine cannot send other layers, and what to do; "" if it can send all.
-      sampling_kinds: "annealed" if the engine can change the temperature along a response,
-        "stop_strings" if it can end responses at stop strings.
+      sampling_kinds: "stop_strings" if the engine can end responses at stop strings.
       reads_memory: whether it can read the client's memory, so that weights need not be sent.
       is_deterministic: whether equal calls give equal responses, to the bit, on every replica that
         is started alike. False for a replica of an earlier release.

@@ -29,7 +29,7 @@ from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE
-from semrl_jax.settings.rollout import longest_prompt, replica_in_flight
+from semrl_jax.settings.rollout import longest_prompt
 from semrl_jax.support.cores import cores_of_child
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import jsonable, write_json
@@ -160,7 +160,6 @@ def vllm_engine(
             kv_cache_gib=rollout.vllm_kv_cache_gib,
             enforce_eager=rollout.vllm_enforce_eager,
             quantization=rollout.vllm_quantization,
-            in_flight=replica_in_flight(rollout),
             max_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         ),
         max_prompt_tokens=longest_prompt(config),

@@ -221,8 +221,6 @@ def _check_environment(config: ml_collections.ConfigDict) -> None:
          "leave it out: the environment gives the rewards"),
         ("rewards.functions", tuple(rewards.functions), not rewards.functions,
          "leave it out: the environment gives the rewards"),
-        ("rollout.annealing.enabled", True, not config.rollout.annealing.enabled,
-         "set it to False: each turn would begin with the first temperature"),
         ("rollout.in_flight", config.rollout.in_flight, num_parts(config.rollout) == 1,
          "set it to 'wait': with this max_staleness, responses are sampled in parts"),
         ("metrics.placement", "rollout", config.metrics.placement == "trainer", one_turn),
@@ -370,12 +368,6 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
 def _check_importance(config: ml_collections.ConfigDict) -> None:
     level, rollout = importance_options(config)["level"], config.rollout
     field = "level" if level == config.algorithms.importance.level else "level_ahead"
-    if rollout.annealing.enabled and level == "none":
-        raise UserError(
-            "rollout.annealing.enabled=True samples from another distribution than the policy that "
-            "is trained, but algorithms.importance.level='none' does not correct for it; set the "
-            "level to 'token'."
-        )
     # Log-probabilities of a truncated distribution are renormalised, so they are not comparable.
     for of, truncates in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
         if level != "none" and truncates:

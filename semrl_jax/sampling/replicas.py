@@ -20,7 +20,7 @@ from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.sampling.addresses_file import check_addresses, read_addresses
 from semrl_jax.settings.algorithms import importance_options
-from semrl_jax.settings.rollout import longest_prompt, replica_in_flight
+from semrl_jax.settings.rollout import longest_prompt
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import ReplicaDescription
@@ -75,8 +75,7 @@ def open_client(
             addresses = own_part(rollout.addresses)
             token = read_token(rollout.token_file)
         elif is_embedded(config):
-            engine = jax_engine(config, policy, tokenizer, device_lock)
-            local = LocalReplica(engine, in_flight=replica_in_flight(rollout))
+            local = LocalReplica(jax_engine(config, policy, tokenizer, device_lock))
         else:
             token, own = new_token(), directory / f"replica{place[0]}"
             if rollout.engine == "vllm":
@@ -171,20 +170,12 @@ def _check_limits(
             f"but algorithms.importance corrects by {level!r}; start a replica from this release, "
             "or set level and level_ahead to 'none'."
         )
-    sampling = {
-        "annealed": {"rollout.annealing.enabled": config.rollout.annealing.enabled},
-        "stop_strings": {
-            "rollout.stop_strings": config.rollout.stop_strings,
-            "evaluation.stop_strings": config.evaluation.stop_strings,
-        },
-    }
-    for kind, settings in sampling.items():
-        used = [name for name, value in settings.items() if value]
-        if used and kind not in replica.sampling_kinds:
+    for section in ("rollout", "evaluation"):
+        if config[section].stop_strings and "stop_strings" not in replica.sampling_kinds:
             raise UserError(
                 f"replica {replica.replica_id} ({replica.engine} engine) lacks the kind of "
-                f"sampling {kind!r} that {used[0]} asks for; start a replica of this release whose "
-                "engine has it, or leave the setting out."
+                f"sampling 'stop_strings' that {section}.stop_strings asks for; start a replica of "
+                "this release whose engine has it, or leave the setting out."
             )
 
 

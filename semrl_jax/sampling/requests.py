@@ -13,7 +13,6 @@ import numpy as np
 from semrl_jax import data
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.sampling.annealing import distribution_at
 from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.support.clock import Clock
 from semrl_jax.types import HiddenStateParams, MetricParams, Rollout, SampleRequest
@@ -89,11 +88,16 @@ def training_options(
     states, every = config.hidden_states, config.hidden_states.compare_every
     compares = every and step % every == 0  # with the policy's own states
     return {
-        **distribution_at(step, config.rollout),
+        **distribution(config.rollout),
         "stop_strings": config.rollout.stop_strings,
         "measuring": Measuring(config.metrics, measurer) if states.source == "rollout" else None,
         "states": HiddenStateParams((FINAL_LAYER,)) if compares else None,
     }
+
+
+def distribution(rollout: ml_collections.ConfigDict) -> dict[str, Any]:
+    """The distribution that training samples from; `rollout` is the section of the config."""
+    return {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
 
 
 def asked_of_replicas(

@@ -117,7 +117,7 @@ class Sampler:
           clock: times the waits for responses, for verdicts and for environments.
           verifier: None: the sampler's own.
           arrived: called for each rollout, to show progress.
-          distribution: temperature, top_p, top_k, annealing.
+          distribution: temperature, top_p, top_k.
         """
         shared = {"stop_strings": stop_strings, "measuring": measuring, "states": states}
         ask = functools.partial(self.generate, **shared, **distribution)

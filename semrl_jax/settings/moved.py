@@ -9,6 +9,13 @@ from typing import Any
 MOVED: dict[str, str] = {}
 # Removed name -> the value with which it did nothing. A run with that value goes on without it.
 REMOVED: dict[str, Any] = {
+    "rollout.annealing.enabled": False,
+    "rollout.annealing.maximum": 1.2,
+    "rollout.annealing.minimum": 0.1,
+    "rollout.annealing.warmup_tokens": 10,
+    "rollout.annealing.decay_tokens": 500.0,
+    "rollout.annealing.decay_growth": 100.0,
+    "rollout.annealing.max_decay_tokens": 800_000.0,
     "algorithms.batch_rules.ace_alpha": 0.0,
     "algorithms.batch_rules.arm_alpha": 0.0,
     "algorithms.batch_rules.arm_low_fraction": 0.2,
@@ -36,6 +43,8 @@ def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     if RELEASE.items() <= fields.items():
         others = {name: value for name, value in fields.items() if name not in RELEASE}
         fields = others | {"shaping.reproduce_release": True}
+    if fields.get("rollout.in_flight") == "abort":  # which did nothing in a training run
+        fields = {**fields, "rollout.in_flight": "wait"}
     return {
         MOVED.get(name, name): value
         for name, value in fields.items()

@@ -11,29 +11,12 @@ from semrl_jax.settings.rules import Section
 from semrl_jax.support.addresses import split_address
 from semrl_jax.support.choices import DTYPES
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.fields import at_most, section, setting
+from semrl_jax.support.fields import at_most, setting
 from semrl_jax.types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 ENGINES = ("jax", "vllm")
 QUANTIZATIONS = ("", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block")  # as vLLM names them
 MIN_TEMPERATURE = 0.01  # below, the logits divided by it exceed float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Annealing:
-    """`config.rollout.annealing`."""
-
-    enabled: bool = setting(False, "whether the temperature is annealed along a response")
-    maximum: float = setting(1.2, "the larger, the later the temperature falls", above=0)
-    minimum: float = setting(0.1, "smallest factor of the temperature", above=0)
-    warmup_tokens: int = setting(10, "first tokens of a response with the factor 1", at_least=0)
-    decay_tokens: float = setting(
-        500.0, "d at step 0; the larger, the later the temperature falls", above=0
-    )
-    decay_growth: float = setting(
-        100.0, "what each training step adds to d", "tokens per step", at_least=0
-    )
-    max_decay_tokens: float = setting(800_000.0, "the largest d", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +62,6 @@ class Rollout:
         within="(0, 1]",
     )
     top_k: int = setting(0, "sample from this many most probable tokens; 0: all", at_least=0)
-    annealing: Annealing = section(
-        Annealing,
-        "Multiplies the temperature of token t by 1 for t < warmup_tokens, then by max(1 "
-        "+ maximum - exp(t / d), minimum), d = min(decay_tokens + decay_growth * step, "
-        "max_...). docs/algorithms.md; JAX engine only",
-    )
     max_prompt_tokens: int = setting(512, "longer prompts of files are left out", above=0)
     max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
     stop_token_ids: tuple[int, ...] = setting(
@@ -100,10 +77,9 @@ class Rollout:
     )
     in_flight: str = setting(
         "wait",
-        "What replicas do with running responses when new weights arrive: wait for them, "
-        "abort them or keep them. Kept ones go on with the new weights: with any engine "
-        "if max_staleness is at least 2 (docs/ahead.md), else with vLLM only.",
-        choices=("wait", "abort", "keep"),
+        "wait: new weights come between responses. keep, with max_staleness of at least 2: "
+        "a response goes on with new weights. docs/ahead.md",
+        choices=("wait", "keep"),
     )
     weight_dtype: str = setting(
         "", "dtype of weights on the wire; empty: model.compute_dtype", choices=("", *DTYPES)
@@ -223,7 +199,6 @@ def check(rollout: Section) -> None:
             "rollout.addresses; set one of the two."
         )
     _check_sampling(rollout)
-    _check_annealing(rollout)
     for field in ("jax_tensor_parallelism", "jax_data_parallelism"):
         if rollout[field] != -1 and rollout[field] < 1:
             raise UserError(
@@ -250,38 +225,24 @@ def check_training(rollout: Section) -> None:
             "rollout.temperature=0 samples the same response in every slot of a group, which "
             "leaves no advantage; set it above 0."
         )
-    if rollout["annealing"]["enabled"]:
-        _check_annealed(rollout)
     _check_lag(rollout)
 
 
 def _check_lag(rollout: Section) -> None:
     """The lag, and the settings with which responses are sampled in parts."""
-    lag, way = rollout["max_staleness"], rollout["in_flight"]
-    if lag and way == "abort":
-        raise UserError(
-            f"rollout.max_staleness={lag} samples beside the updates, but "
-            "rollout.in_flight='abort' throws running responses away when new weights arrive; set "
-            "it to 'wait' or 'keep'."
-        )
-    if way != "keep" or not lag:
+    lag = rollout["max_staleness"]
+    if rollout["in_flight"] != "keep":
         return
-    if lag == 1:
+    if lag < 2:
         raise UserError(
             "rollout.in_flight='keep' gives running responses new weights, but with "
-            "rollout.max_staleness=1 the next weights come when the batch is needed; set "
+            f"rollout.max_staleness={lag} the next weights come after the batch; set "
             "max_staleness to 2 or more, or in_flight='wait'."
         )
     if lag > rollout["max_response_tokens"]:
         raise UserError(
             f"rollout.in_flight='keep' samples each response in rollout.max_staleness={lag} parts, "
             f"which must be at most rollout.max_response_tokens={rollout['max_response_tokens']}."
-        )
-    if rollout["annealing"]["enabled"]:
-        raise UserError(
-            f"rollout.in_flight='keep' with rollout.max_staleness={lag} samples a response in "
-            "parts, and each part would begin with the first temperature of rollout.annealing; "
-            "set annealing.enabled=False or in_flight='wait'."
         )
 
 
@@ -330,11 +291,6 @@ def rows_of_slots(
         group //= 2
     rows = slots // size * -(-size // group)
     return rows + -rows % num_shards, group
-
-
-def replica_in_flight(rollout: Section) -> str:
-    """What replicas do with running responses; parts end before new weights are sent."""
-    return "wait" if num_parts(rollout) > 1 else rollout["in_flight"]
 
 
 def _check_processes(rollout: Section) -> None:
@@ -392,28 +348,6 @@ def check_stop_strings(name: str, section: Section) -> None:
             )
         if strings.count(text) > 1:
             raise UserError(f"{field} has {text!r} twice; keep one.")
-
-
-def _check_annealing(rollout: Section) -> None:
-    name, options = "rollout.annealing", rollout["annealing"]
-    at_most(f"{name}.minimum", options["minimum"], options["maximum"])
-
-
-def _check_annealed(rollout: Section) -> None:
-    name, options = "rollout.annealing", rollout["annealing"]
-    least = rollout["temperature"] * options["minimum"]
-    if least < MIN_TEMPERATURE:
-        raise UserError(
-            f"{name}.minimum={options['minimum']} times rollout.temperature="
-            f"{rollout['temperature']} must be at least {MIN_TEMPERATURE}: below, the logits "
-            "divided by it exceed float32."
-        )
-    names_replicas = rollout["addresses"] or rollout["addresses_file"]
-    if rollout["engine"] == "vllm" and not names_replicas:
-        raise UserError(
-            f"{name}.enabled=True needs rollout.engine='jax': vLLM has one temperature per "
-            "response."
-        )
 
 
 def _check_sampling(rollout: Section) -> None:

@@ -280,7 +280,6 @@ OURS_ALONE = {
     "metrics.placement": "where, not what",
     "metrics.num_threads": "speed", "metrics.device_batch": "speed",
     "algorithms.importance.": "not in the release, off",
-    "rollout.annealing.": "not in the release, off",
     "rollout.stop_words": "the release's are set by their ids",
     "rollout.stop_strings": "not in its training", "evaluation.stop_strings": "follows rollout",
     "algorithms.batch_rules.": "not in the release, off",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 from tests.rollout.caller import Caller, make_stub
@@ -127,15 +128,10 @@ def world():
     """Starts replicas and clients, and closes them all at the end."""
     with contextlib.ExitStack() as stack:
 
-        def replica(script=None, in_flight="wait", stall_timeout_s=600.0, max_calls=64, **settings):
+        def replica(script=None, stall_timeout_s=600.0, max_calls=64, **settings):
             engine = FakeEngine(script=script or FakeScript(), **settings)
-            engine.keeps_in_flight = in_flight == "keep"
             embedded = EmbeddedReplica(
-                engine,
-                token=TOKEN,
-                in_flight=in_flight,
-                stall_timeout_s=stall_timeout_s,
-                max_calls=max_calls,
+                engine, token=TOKEN, stall_timeout_s=stall_timeout_s, max_calls=max_calls
             )
             stack.callback(embedded.close, 0.0)
             embedded.engine = engine
@@ -159,6 +155,13 @@ def world():
                 made.connect(**FAKE)
             return made
 
+        def local(script=None, **settings):
+            """A client of a fake engine in this process."""
+            engine = FakeEngine(script=script or FakeScript())
+            made = client(local=LocalReplica(engine), **settings)
+            made.engine = engine
+            return made
+
         def stub(replica, token=TOKEN):
             channel = stack.enter_context(grpc.insecure_channel(replica.address))
             return make_stub(channel), {
@@ -170,8 +173,21 @@ def world():
             return stack.enter_context(Caller(replica.address, TOKEN))
 
         yield types.SimpleNamespace(
-            replica=replica, client=client, stub=stub, caller=caller, stack=stack
+            replica=replica, client=client, local=local, stub=stub, caller=caller, stack=stack
         )
+
+
+@pytest.fixture(params=["a server", "this process"])
+def connected(request, world):
+    """Makes a client of one fake engine, which the client has as `engine`."""
+
+    def remote(script=None, **settings):
+        replica = world.replica(script)
+        made = world.client(replica, **settings)
+        made.engine = replica.engine
+        return made
+
+    return remote if request.param == "a server" else world.local
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows
 from semrl_jax.training.probes.mismatch import logprob_mismatch, state_differences
 from semrl_jax.training.rollout_batch import bucket, pad_batch
-from semrl_jax.types import FINISH_REASONS, Annealing
+from semrl_jax.types import FINISH_REASONS
 from tests.fixtures import make_scored
 from tests.launch.comparison import logged_events
 
@@ -270,20 +270,17 @@ def test_zero_variance_groups_are_the_groups_without_advantages(reward):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k", "annealing", "raw", "largest"),
+    ("temperature", "top_p", "top_k", "raw", "largest"),
     [
-        (0.5, 1.0, 0, None, False, 0.25),  # both over the whole vocabulary, at any temperature
-        (1.0, 0.5, 0, None, True, 0.125),
-        (1.0, 1.0, 2, None, True, 0.125),
-        (0.5, 0.5, 0, None, True, None),  # raw log-probabilities are at temperature 1
-        (1.0, 0.5, 0, None, False, None),
-        (1.0, 1.0, 0, Annealing(1.2, 0.1, 10, 25.0), True, 0.125),
-        (0.5, 1.0, 0, Annealing(1.2, 0.1, 10, 25.0), True, None),
-        (1.0, 1.0, 0, Annealing(1.2, 0.1, 10, 25.0), False, None),
+        (0.5, 1.0, 0, False, 0.25),  # both over the whole vocabulary, at any temperature
+        (1.0, 0.5, 0, True, 0.125),
+        (1.0, 1.0, 2, True, 0.125),
+        (0.5, 0.5, 0, True, None),  # raw log-probabilities are at temperature 1
+        (1.0, 0.5, 0, False, None),
     ],
 )
 def test_only_log_probabilities_of_one_distribution_are_compared(
-    temperature, top_p, top_k, annealing, raw, largest
+    temperature, top_p, top_k, raw, largest
 ):
     old = np.array([[-1, -2, 7], [-3, 7, 7]], np.float32)
     lengths, rollouts = (2, 1), []
@@ -293,9 +290,7 @@ def test_only_log_probabilities_of_one_distribution_are_compared(
             fields["rollout_raw_logprobs"] = row[:length] - np.float32(0.125)
         rollout = make_scored(response_ids=np.ones(length, np.int32)).rollout
         rollouts.append(dataclasses.replace(rollout, **fields))
-    scalars = logprob_mismatch(
-        rollouts, old, temperature=temperature, top_p=top_p, top_k=top_k, annealing=annealing
-    )
+    scalars = logprob_mismatch(rollouts, old, temperature=temperature, top_p=top_p, top_k=top_k)
     assert set(scalars.values()) == ({largest} if largest else set())
 
 

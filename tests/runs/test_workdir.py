@@ -194,8 +194,9 @@ def test_a_run_continues_without_a_removed_setting_that_it_had_off(config, tmp_p
         *sections, name = field.split(".")
         section = record["config"]
         for part in sections:
-            section = section[part]
+            section = section.setdefault(part, {})  # a section may be gone
         section[name] = off
+    record["config"]["rollout"]["in_flight"] = "abort"  # a value that did nothing
     file.write_text(json.dumps(record))
     reopened = open_workdir(str(tmp_path / "run"), config)
     reopened.close()

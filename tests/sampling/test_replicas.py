@@ -40,22 +40,14 @@ def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "kind"),
-    [
-        ("rollout.annealing.enabled", True, "annealed"),
-        ("rollout.stop_strings", ("user",), "stop_strings"),
-        ("evaluation.stop_strings", ("user",), "stop_strings"),
-    ],
-)
-def test_a_replica_that_lacks_a_kind_of_sampling_is_refused_before_training(
-    config, setting, value, kind
-):
-    config.update_from_flattened_dict({setting: value})
+@pytest.mark.parametrize("setting", ["rollout.stop_strings", "evaluation.stop_strings"])
+def test_a_replica_that_lacks_stop_strings_is_refused_before_training(config, setting):
+    config.update_from_flattened_dict({setting: ("user",)})
     replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
-    with pytest.raises(UserError, match=rf"\(fake engine\) lacks .* '{kind}' that {setting} asks"):
+    with pytest.raises(UserError, match=rf"\(fake engine\) lacks .* that {setting} asks"):
         replicas._check_limits(replica, config)
-    replicas._check_limits(dataclasses.replace(replica, sampling_kinds=(kind,)), config)
+    able = dataclasses.replace(replica, sampling_kinds=("stop_strings",))
+    replicas._check_limits(able, config)
 
 
 def test_a_replica_without_a_layer_is_refused_before_training(config):

@@ -20,6 +20,12 @@ def records(flat):
     }
 
 
+def metrics_of(era, erv, er, valid=True):
+    """Metrics of the three indicators, each valid or not in all responses."""
+    values = dict(zip(shaping.INDICATORS, np.asarray([era, erv, er], np.float32)))
+    return values | {f"{name}_valid": np.full(len(era), valid) for name in shaping.INDICATORS}
+
+
 def shape_advantages(advantages, metrics, mask, state, **options):
     return shaping.shape_advantages(advantages, records(metrics), mask, state, **options)
 

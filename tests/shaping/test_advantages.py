@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -89,47 +88,6 @@ def test_bonus_by_hand():
     }
     for key, value in expected.items():
         np.testing.assert_allclose(report[key], value, rtol=1e-5, err_msg=key)
-
-
-@given(
-    seed=st.integers(0, 2**31 - 1),
-    release=st.booleans(),
-    mixing=st.sampled_from(["adaptive", "half", "sum"]),
-)
-def test_shaping_matches_float64_loops(seed, release, mixing):
-    rng = np.random.default_rng(seed)
-    rows = rng.normal(size=(4, 3)) * 5 + BASELINES
-    rows = rows.astype(np.float32)
-    valid = rng.random((4, 3)) < 0.8
-    rows[~valid] = np.nan
-    advantages = rng.normal(size=(4, 5)).astype(np.float32)
-    advantages[~MASK] = np.nan
-    actual, report = shape(
-        advantages,
-        metrics_of(rows, valid),
-        MASK,
-        state_with(),
-        reproduce_release=release,
-        mixing=mixing,
-    )
-    used = [True, True, True] if mixing == "adaptive" else [False, True, True]
-    phis = [
-        oracle.signal(np.nan_to_num(row), BASELINES, (0, 0, 1), (0, 1, 0), 0, mixing=mixing)
-        if all(np.asarray(v)[used])
-        else None
-        for row, v in zip(rows, valid)
-    ]
-    expected = oracle.shaped(advantages, MASK, phis, 2.0, release)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)  # a dozen float32 roundings
-    known = [phi for phi in phis if phi is not None]
-    np.testing.assert_allclose(
-        report["shaping/phi/mean"], np.mean(known) if known else 0.0, rtol=1e-5, atol=1e-6
-    )
-    np.testing.assert_allclose(report["shaping/valid_fraction/mean"], len(known) / 4)
-    bonus = np.where(MASK, expected - advantages, 0.0)
-    np.testing.assert_allclose(
-        report["shaping/bonus/mean"], bonus.sum() / MASK.sum(), rtol=1e-4, atol=1e-6
-    )
 
 
 @given(seed=st.integers(0, 2**31 - 1), kappa=st.sampled_from([1.0078125, 1.5, 2, 10.0]))
@@ -406,13 +364,6 @@ def test_states_and_rewards_that_do_not_fit_are_refused(unannotated):
         by_name.update_shaping_state(state_with(), METRICS, mean_reward=np.ones(2, np.float32))
     with pytest.raises(ValueError, match="must be a tuple of names"):
         shaping.init_shaping_state(ER)
-
-
-def test_every_combination_of_options_is_accepted():
-    from semrl_jax.shaping.options import CHOICES
-
-    for values in itertools.product(*CHOICES.values()):
-        shaping.ShapingOptions(**dict(zip(CHOICES, values)))
 
 
 def test_an_indicator_without_a_baseline_is_not_compared():

@@ -10,13 +10,9 @@ import pytest
 import semrl_jax.evaluation
 from semrl_jax import algorithms, shaping
 from tests.shaping import by_name
+from tests.shaping.by_name import metrics_of
 
 ERA, ERV, ER = shaping.INDICATORS
-
-
-def metrics_of(era, erv, er):
-    values = dict(zip(shaping.INDICATORS, np.asarray([era, erv, er], np.float32)))
-    return values | {f"{name}_valid": np.ones(len(era), bool) for name in shaping.INDICATORS}
 
 
 def state_after(*batches, **options):

@@ -138,8 +138,12 @@ def test_any_options_match_float64_loops(seed, options):
     assert_matches_oracle(seed, options)
 
 
-@pytest.mark.parametrize("options", [{}, ENTROPY], ids=["launcher", "configuration file"])
-def test_the_documented_settings_match_float64_loops(options):
+@pytest.mark.parametrize(
+    "options",
+    [{}, ENTROPY, {"mixing": "sum"}, {"mixing": "half", "reproduce_release": True}],
+    ids=["launcher", "configuration file", "sum", "half"],
+)
+def test_settings_match_float64_loops(options):
     assert_matches_oracle(0, DEFAULTS | options)
 
 

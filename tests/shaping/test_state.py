@@ -8,15 +8,10 @@ import pytest
 from semrl_jax import shaping
 from tests.oracles import shaping as oracle
 from tests.shaping import by_name
+from tests.shaping.by_name import metrics_of
 
 ERA, ERV, ER = shaping.INDICATORS
 MASK = np.ones((2, 3), bool)
-
-
-def metrics_of(era, erv, er, valid=True):
-    values = dict(zip(shaping.INDICATORS, np.asarray([era, erv, er], np.float32)))
-    size = len(np.atleast_1d(era))
-    return values | {f"{k}_valid": np.full(size, valid) for k in shaping.INDICATORS}
 
 
 def report_of(state, metrics, **options):

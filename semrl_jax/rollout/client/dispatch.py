@@ -334,8 +334,8 @@ class Dispatcher:
         if self._num_aborts[sample_id] >= _MAX_ABORTS:
             raise RuntimeError(
                 f"response {sample_id!r} was aborted {_MAX_ABORTS} times, last by "
-                f"{stream.replica.name}; let nothing call Abort on the replicas, or update weights "
-                "under rollout.in_flight='abort', while responses are sampled."
+                f"{stream.replica.name}; let nothing call Abort on the replicas while responses "
+                "are sampled."
             )
 
     def _end(self, stream: _Stream, error: Exception | None) -> None:

@@ -45,13 +45,13 @@ class LocalReplica(Replica):
     """A rollout service on an event loop in a daemon thread of this process.
 
     Rollouts are handed over as the engine made them, and weights from device to device. `close`
-    also closes the engine. `in_flight` is that of `RolloutService`, which may raise.
+    also closes the engine.
     """
 
-    def __init__(self, engine: Engine, *, in_flight: str = "wait"):
+    def __init__(self, engine: Engine):
         super().__init__("embedded")
         self._engine = engine
-        self._service = RolloutService(engine, replica_id=self.address, in_flight=in_flight)
+        self._service = RolloutService(engine, replica_id=self.address)
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
         self._is_closed = False

@@ -23,10 +23,8 @@ class Engine(abc.ABC):
     """Samples responses from one model. The service has already checked every request.
 
     The service calls it from one event loop, and `commit_weight_update` only while no `generate`
-    runs, unless the engine has `keeps_in_flight`.
+    runs.
     """
-
-    keeps_in_flight = False  # running responses can continue over a commit
 
     async def start(self) -> None:
         """Called once on the event loop, before all methods except `describe`."""

@@ -90,7 +90,7 @@ class JaxEngine(Engine):
             layers=(*range(policy.config.num_layers + 1), -1),
             state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling", "raw"),
-            sampling_kinds=("annealed",) if tokens is None else ("annealed", "stop_strings"),
+            sampling_kinds=() if tokens is None else ("stop_strings",),
             max_prompts=max_prompts,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,

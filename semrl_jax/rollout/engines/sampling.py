@@ -12,22 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from semrl_jax.types import Annealing, SamplingParams
+from semrl_jax.types import SamplingParams
 
 SamplingKind = Literal["greedy", "unmodified", "scaled", "truncated"]
-
-
-class AnnealingValues(NamedTuple):
-    """The fields of `types.Annealing` as scalars."""
-
-    maximum: Float[Array, ""] | Float[np.ndarray, ""]
-    minimum: Float[Array, ""] | Float[np.ndarray, ""]
-    warmup_tokens: Int[Array, ""] | Int[np.ndarray, ""]
-    decay_tokens: Float[Array, ""] | Float[np.ndarray, ""]
-
-
-# The factor of every token is 1: no response leaves this warm-up.
-_CONSTANT = Annealing(1.0, 1.0, np.iinfo(np.int32).max, np.inf)
 
 
 class SamplingValues(NamedTuple):
@@ -36,7 +23,6 @@ class SamplingValues(NamedTuple):
     temperature: Float[Array, ""] | Float[np.ndarray, ""]
     top_k: Int[Array, ""] | Int[np.ndarray, ""]
     top_p: Float[Array, ""] | Float[np.ndarray, ""]
-    annealing: AnnealingValues
 
 
 def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValues]:
@@ -44,50 +30,28 @@ def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValu
 
     A temperature that is 0 in float32 is greedy.
     """
-    annealing = sampling.annealing or _CONSTANT
     values = SamplingValues(
         np.asarray(sampling.temperature, np.float32),
         np.asarray(sampling.top_k, np.int32),
         np.asarray(sampling.top_p, np.float32),
-        AnnealingValues(
-            np.asarray(annealing.maximum, np.float32),
-            np.asarray(annealing.minimum, np.float32),
-            np.asarray(annealing.warmup_tokens, np.int32),
-            np.asarray(annealing.decay_tokens, np.float32),
-        ),
     )
     if values.temperature == 0:
         return "greedy", values
     if values.top_k > 0 or values.top_p < 1:
         return "truncated", values
-    is_unmodified = values.temperature == 1 and sampling.annealing is None
-    return ("unmodified" if is_unmodified else "scaled"), values
-
-
-def temperature_factors(
-    token_index: Int[Array, " B"], values: AnnealingValues
-) -> Float[Array, " B"]:
-    """What the temperature is multiplied with at these tokens: `types.Annealing`, in float32."""
-    exponents = token_index.astype(jnp.float32) / values.decay_tokens
-    annealed = jnp.maximum(1 + values.maximum - jnp.exp(exponents), values.minimum)
-    return jnp.where(token_index < values.warmup_tokens, 1.0, annealed)
+    return ("unmodified" if values.temperature == 1 else "scaled"), values
 
 
 def sampling_logits(
-    logits: Float[Array, "B V"],
-    token_index: Int[Array, " B"],
-    values: SamplingValues,
-    *,
-    kind: SamplingKind,
+    logits: Float[Array, "B V"], values: SamplingValues, *, kind: SamplingKind
 ) -> Float[Array, "B V"]:
     """Logits of the sampling distribution: scaled, then truncated to top-k, then to top-p.
 
     Args:
       logits: float32.
-      token_index: index of the token in its response.
-      values: temperature > 0, times `temperature_factors`. top_k keeps the k largest logits and
-        ties with the k-th; 0 keeps all. top_p keeps the smallest set of most probable tokens whose
-        probabilities sum to at least top_p; 1 keeps all.
+      values: temperature > 0. top_k keeps the k largest logits and ties with the k-th; 0 keeps all.
+        top_p keeps the smallest set of most probable tokens whose probabilities sum to at least
+        top_p; 1 keeps all.
       kind: static, from `split_sampling`; "greedy" and "unmodified" change nothing.
 
     Returns:
@@ -96,8 +60,7 @@ def sampling_logits(
     if kind in ("greedy", "unmodified"):
         return logits
     # Not a division: the compiler replaces division by a constant in this way, too.
-    temperatures = values.temperature * temperature_factors(token_index, values.annealing)
-    logits = logits * (1 / temperatures[:, None])
+    logits = logits * (1 / values.temperature)
     if kind == "scaled":
         return logits
     num_tokens = logits.shape[-1]
@@ -128,7 +91,8 @@ def sample_tokens(
     Args:
       logits: float32.
       keys: raw threefry key data, one key per response.
-      token_index, values: see `sampling_logits`.
+      token_index: index of the token in its response.
+      values: see `sampling_logits`.
       kind: static; "greedy" takes the largest logit.
       axis: of a mesh over which the vocabulary is split, inside a shard_map; V is then the part of
         this device, in whole blocks of `block_size`. Only for "unmodified" and "scaled".
@@ -142,7 +106,7 @@ def sample_tokens(
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logprobs = _taken(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
         return tokens, logprobs, logprobs
-    adjusted = sampling_logits(logits, token_index, values, kind=kind)
+    adjusted = sampling_logits(logits, values, kind=kind)
     tokens, log_total = _inverse_cdf(adjusted, keys, token_index, axis)
     logprobs = _taken(adjusted, tokens, axis) - log_total
     if kind == "unmodified":

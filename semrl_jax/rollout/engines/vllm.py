@@ -64,7 +64,6 @@ class VllmSettings:
       dtype: of weights, activations and hidden states: "bfloat16" or "float32".
       kv_cache_gib: 0 takes the rest of the memory on a device, and 4 GiB on a CPU, where vLLM would
         take nearly all memory or refuse.
-      in_flight: as in `RolloutService`. Kept responses continue with a recomputed cache.
       max_tokens: of a prompt and its response together; 0: the sum of their limits.
     """
 
@@ -76,7 +75,6 @@ class VllmSettings:
     kv_cache_gib: float = 0.0
     enforce_eager: bool = False
     quantization: str = ""
-    in_flight: str = "wait"
     max_tokens: int = 0
 
 
@@ -116,7 +114,6 @@ class VllmEngine(Engine):
         self.start_s: dict[str, float] = {}
         self._version_of_vllm = checked_version()
         self._model, self._settings = model, settings
-        self.keeps_in_flight = settings.in_flight == "keep"
         self._description = ReplicaDescription(
             engine="vllm",
             engine_version=self._version_of_vllm,
@@ -216,10 +213,9 @@ class VllmEngine(Engine):
     async def commit_weight_update(self, version: WeightVersion) -> None:
         staged, self._staged = self._staged, None
         label = str(len(self._versions) + 1)
-        mode = "keep" if self.keeps_in_flight else "abort"
         with _engine_errors():
             # The prefix cache was computed with the old weights: it is cleared.
-            await self._llm.pause_generation(mode=mode, clear_cache=True)
+            await self._llm.pause_generation(mode="abort", clear_cache=True)
             try:
                 await self._load(staged)
                 await self._llm.update_weight_version(label)

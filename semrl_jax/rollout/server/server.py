@@ -97,7 +97,6 @@ async def serve(
     tls_certificate: str = "",
     tls_key: str = "",
     replica_id: str = "",
-    in_flight: str = "wait",
     stall_timeout_s: float = 600.0,
     max_calls: int = 64,
     metrics_port: int = 0,
@@ -111,7 +110,7 @@ async def serve(
       port: 0 takes a free port.
       tls_certificate, tls_key: PEM files, both or neither.
       replica_id: "" makes a unique one.
-      in_flight, stall_timeout_s: see `RolloutService`.
+      stall_timeout_s: see `RolloutService`.
       max_calls: limit on concurrent calls; further calls are refused.
       metrics_port: of the counts for Prometheus; 0: none. They need no token.
       metrics_host: address to bind for them; any other than loopback needs the TLS files.
@@ -124,9 +123,7 @@ async def serve(
     credentials = _credentials(host, tls_certificate, tls_key)
     host = _plain(host)
     replica_id = replica_id or f"{socket.gethostname()}:{port}:{secrets.token_hex(4)}"
-    service = RolloutService(
-        engine, replica_id=replica_id, in_flight=in_flight, stall_timeout_s=stall_timeout_s
-    )
+    service = RolloutService(engine, replica_id=replica_id, stall_timeout_s=stall_timeout_s)
     close_metrics = None
     if metrics_port:
         from semrl_jax.rollout.server.prometheus import MetricsServer

@@ -25,7 +25,6 @@ from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.shared_memory import layout, open_memory
 from semrl_jax.support import compilation
-from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,
     ReplicaDescription,
@@ -41,39 +40,22 @@ _log = logging.getLogger(__name__)
 class RolloutService:
     """Serves one engine; bound to one event loop.
 
-    A Generate call starts only if the replica serves exactly the weights that the call names. While
-    an update is committed, new calls wait. The replica belongs to the run of its first committed
-    update. If a call asks for metrics, the service measures the engine's responses itself.
+    A Generate call starts only if the replica serves exactly the weights that the call names. A
+    commit waits for the end of running calls, and new calls for the commit. The replica belongs to
+    the run of its first committed update. If a call asks for metrics, the service measures the
+    engine's responses itself.
 
     Args:
       engine: samples the responses; the service does not close it.
       replica_id: unique name of this process.
-      in_flight: what a commit does with running calls: "wait" for their end, "abort" them, or
-        "keep" them. The further tokens of kept calls are sampled with the new weights.
       stall_timeout_s: a client that reads no message for this long loses its call. The sender of a
         weight update has twice this time per message: it may itself wait for another replica.
-
-    Raises:
-      UserError: if `in_flight` is "keep" and the engine cannot keep calls.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        replica_id: str,
-        in_flight: str = "wait",
-        stall_timeout_s: float = 600.0,
-    ):
-        if in_flight == "keep" and not engine.keeps_in_flight:
-            raise UserError(
-                f"rollout.in_flight='keep' is not offered by the {engine.describe().engine} "
-                "engine, whose responses have one set of weights; use 'wait' or 'abort'."
-            )
+    def __init__(self, engine: Engine, *, replica_id: str, stall_timeout_s: float = 600.0):
         self.dead = asyncio.Event()  # set once the engine has died
         self.counts = Counts()
         self._engine = engine
-        self._in_flight = in_flight
         self._stall_timeout_s = stall_timeout_s
         description = engine.describe()
         measures = -1 in description.layers and importlib.util.find_spec("jax")
@@ -124,10 +106,7 @@ class RolloutService:
             version = await receive()
             paused = time.monotonic()
             self._gate.clear()
-            if self._in_flight == "abort" and self._running:
-                await self._engine.abort()
-            if self._in_flight != "keep":
-                await _all_set(self._running)
+            await _all_set(self._running)
         except BaseException:
             self._engine.abort_weight_update()
             self._end_update("failed", started, paused)

@@ -22,7 +22,6 @@ from semrl_jax.types import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     TOKEN_ARRAYS,
-    Annealing,
     HiddenStateParams,
     MetricParams,
     ReplicaDescription,
@@ -36,7 +35,7 @@ from semrl_jax.types import (
     manifest_digest,
 )
 
-# 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing;
+# 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing (removed);
 # 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
 # 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3; 2.1: what is compiled;
 # 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it;
@@ -220,10 +219,8 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
       ValueError: another part of the request is invalid.
     """
     version = decode_version(message.version)
-    annealing = metrics = None
-    if message.sampling.HasField("annealing"):
-        annealing = _record(Annealing, message.sampling.annealing)
-    sampling = _record(SamplingParams, message.sampling, annealing=annealing)
+    metrics = None
+    sampling = _record(SamplingParams, message.sampling)
     hidden_states = HiddenStateParams()
     if message.hidden_states.layers:
         kinds = tuple(message.hidden_states.kinds) or HiddenStateParams.kinds
@@ -622,8 +619,6 @@ def _check_sampling(sampling: SamplingParams, limits: ReplicaDescription) -> Non
         ids = np.array(getattr(sampling, field), np.int32)
         _check_vocabulary(f"sampling.{field}", ids, limits.vocab_size)
     _check_stop_strings(sampling.stop_strings, limits)
-    if sampling.annealing is not None:
-        _check_annealing(sampling.annealing, limits)
 
 
 def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> None:
@@ -643,15 +638,6 @@ def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> N
             raise ValueError(f"{name} has {quoted(text)}, which contains U+FFFD.")
     if len(set(strings)) < len(strings):
         raise ValueError(f"{name}={quoted(strings)} has an entry twice.")
-
-
-def _check_annealing(annealing: Annealing, limits: ReplicaDescription) -> None:
-    _check_choice("sampling.annealing", ["annealed"], limits.sampling_kinds)
-    check = _checker("sampling.annealing", annealing)
-    for field in ("maximum", "minimum", "decay_tokens"):
-        value = getattr(annealing, field)
-        check(field, math.isfinite(value) and value > 0, "finite and above 0")
-    check("warmup_tokens", annealing.warmup_tokens >= 0, "at least 0")
 
 
 def _check_hidden_states(states: HiddenStateParams, limits: ReplicaDescription) -> None:

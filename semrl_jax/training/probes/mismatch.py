@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.sampling.annealing import distribution_at
+from semrl_jax.sampling.requests import distribution
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.training.passes import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools, is_due
-from semrl_jax.types import Annealing, Rollout
+from semrl_jax.types import Rollout
 
 
 def probe(tools: Tools) -> Probe:
@@ -40,7 +40,7 @@ class Mismatch(Probe):
             scalars |= logprob_mismatch(
                 [seen.scored[row].rollout for row in rows],
                 np.asarray(seen.logprobs)[rows],
-                **distribution_at(seen.step, self.tools.config.rollout),
+                **distribution(self.tools.config.rollout),
             )
         if self.needs(seen.step).states:
             own = state_differences(seen.scored, seen.tokens.states)
@@ -55,19 +55,17 @@ def logprob_mismatch(
     temperature: float,
     top_p: float,
     top_k: int,
-    annealing: Annealing | None = None,
 ) -> dict[str, float]:
     """Absolute difference of the log-probabilities of engine and training model, in nats.
 
     The training model's log-probabilities are over the whole vocabulary at `temperature`. With
-    top-p or top-k, the engine samples from a part of the vocabulary, and with annealing at other
-    temperatures. Then its raw log-probabilities are compared, which are over the whole vocabulary
-    at temperature 1. Returns {} if `temperature` is then not 1, or an engine sends no raw
-    log-probabilities.
+    top-p or top-k, the engine samples from a part of the vocabulary. Then its raw log-probabilities
+    are compared, which are over the whole vocabulary at temperature 1. Returns {} if `temperature`
+    is then not 1, or an engine sends no raw log-probabilities.
 
     The values of `old_logprobs` at padding and context may be anything.
     """
-    differs = top_p < 1 or top_k > 0 or annealing is not None
+    differs = top_p < 1 or top_k > 0
     if differs and temperature != 1:
         return {}
     theirs = [r.rollout_raw_logprobs if differs else r.rollout_logprobs for r in rollouts]

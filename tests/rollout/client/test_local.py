@@ -1,9 +1,6 @@
 """A replica of this process does what one behind a server does, without a server."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import threading
 import time
 
 import grpc
@@ -21,14 +18,13 @@ from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, Samp
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
-    assert_complete,
     assert_sampled,
     make_arrays,
     make_requests,
     wait_until,
 )
 from tests.rollout.embedded import EmbeddedReplica
-from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
+from tests.rollout.fake_engine import FAKE_SPECS, FakeScript
 
 SAMPLING = SamplingParams(16)
 CONFIG = models.DecoderConfig(
@@ -38,27 +34,8 @@ CONFIG = models.DecoderConfig(
 
 
 @pytest.fixture
-def local():
-    """Makes a client of a fake engine in this process."""
-    with contextlib.ExitStack() as stack:
-
-        def make(script=None, in_flight="wait", **settings):
-            engine = FakeEngine(script=script or FakeScript())
-            replica = LocalReplica(engine, in_flight=in_flight)
-            lines = []
-            settings = {
-                "sync_timeout_s": 10.0,
-                "stall_timeout_s": 5.0,
-                "generate_timeout_s": 20.0,
-            } | settings
-            client = RolloutClient(
-                local=replica, run_id="run", attempt_id="attempt", progress=lines.append, **settings
-            )
-            client.engine, client.lines = engine, lines
-            stack.enter_context(client).connect(**FAKE)
-            return client
-
-        yield make
+def local(world):
+    return world.local
 
 
 def sync(client, value=1.0, step=0):
@@ -145,8 +122,6 @@ def test_the_errors_of_a_server(local):
             list(client.generate(requests, SAMPLING, version=version))
     with pytest.raises(ValueError, match=r"sampling.top_k=102 must be in"):
         list(client.generate(make_requests(), SamplingParams(4, top_k=102), version=version))
-    with pytest.raises(UserError, match="in_flight='keep' is not offered by the fake engine"):
-        LocalReplica(FakeEngine(), in_flight="keep")
     with pytest.raises(UserError, match="has model_hash='fake-model', the trainer 'another'"):
         client.connect(**FAKE | {"model_hash": "another"})
 
@@ -175,57 +150,10 @@ def test_weights_that_cannot_be_used(local):
     assert_sampled(client, make_requests(), SAMPLING, version=version)
 
 
-def test_a_commit_that_fails_is_tried_again(local):
-    client = local(FakeScript(fail_commit=True), sync_timeout_s=10.0)
-    threading.Timer(0.2, lambda: setattr(client.engine.script, "fail_commit", False)).start()
-    version = sync(client)
-    assert client.counters["replica_failures"] >= 1
-    assert "set aside until the next sync of weights: INTERNAL: RuntimeError" in client.lines[0]
-    assert len(list(client.generate(make_requests(), SAMPLING, version=version))) == 8
-
-
 def test_a_commit_that_takes_too_long(local):
     client = local(FakeScript(commit_delay_s=2.0), sync_timeout_s=0.3)
     with pytest.raises(RuntimeError, match=r"no replica took the weights of step 0 within 0.3 s"):
         sync(client)
-
-
-def test_an_engine_that_fails_is_asked_again(local):
-    client = local(FakeScript(fail_after=2))
-    version = sync(client)
-    rollouts = []
-    for rollout in client.generate(make_requests(), SAMPLING, version=version):
-        rollouts.append(rollout)
-        if len(rollouts) == 2:
-            threading.Timer(0.2, lambda: setattr(client.engine.script, "fail_after", None)).start()
-    assert_complete(rollouts, make_requests(), SAMPLING, version=version)
-    assert (client.counters["replica_failures"], client.counters["retries"]) == (1, 6)
-    client.engine.script.fail_after = 0
-    with pytest.raises(RuntimeError, match="fails again and again: INTERNAL: RuntimeError: the sc"):
-        list(client.generate(make_requests(), SAMPLING, version=version))
-
-
-def test_a_call_that_hangs_is_given_up_and_ends(local):
-    client = local(FakeScript(hang_after=2), stall_timeout_s=0.5)
-    version = sync(client)
-    rollouts = []
-    for rollout in client.generate(make_requests(), SAMPLING, version=version):
-        rollouts.append(rollout)
-        if len(rollouts) == 2:
-            threading.Timer(0.7, lambda: setattr(client.engine.script, "hang_after", None)).start()
-    assert_complete(rollouts, make_requests(), SAMPLING, version=version)
-    assert "set aside (no message for" in " ".join(client.lines)
-    wait_until(lambda: client.engine.num_closed == len(client.engine.asked))
-
-
-def test_an_iterator_that_is_closed_ends_the_engine_s_call(local):
-    client = local(FakeScript(delay_s=0.05))
-    rollouts = client.generate(make_requests(), SAMPLING, version=sync(client))
-    next(rollouts)
-    rollouts.close()
-    wait_until(lambda: client.engine.num_closed == 1)
-    assert client.engine.num_yielded < 8
-    assert len(list(client.generate(make_requests(), SAMPLING, version=sync(client)))) == 8
 
 
 def test_the_engine_waits_for_a_slow_consumer(local):
@@ -235,48 +163,6 @@ def test_the_engine_waits_for_a_slow_consumer(local):
     time.sleep(1.5)
     assert client.engine.num_yielded < 30
     assert len(list(rollouts)) == 59 and client.counters["replica_failures"] == 0
-
-
-@pytest.mark.parametrize("call", ["sync_weights", "generate"])
-def test_close_ends_the_calls_of_another_thread(local, call):
-    client = local(FakeScript(delay_s=0.2))
-    version, begun, go_on = sync(client), threading.Event(), threading.Event()
-
-    def read():
-        begun.set()
-        go_on.wait(5)
-        yield from make_arrays(2.0)
-
-    def work():
-        if call == "sync_weights":
-            return client.sync_weights(FAKE_SPECS, read, step=1)
-        for _ in client.generate(make_requests(), SAMPLING, version=version):
-            begun.set()
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        working = pool.submit(work)
-        assert begun.wait(5)
-        client.close()
-        go_on.set()
-        with pytest.raises(RuntimeError, match="closed"):
-            working.result()
-    client.close()
-    assert client.lines == []
-
-
-@pytest.mark.parametrize("in_flight", ["wait", "abort"])
-def test_weights_that_come_while_responses_are_sampled(local, in_flight):
-    client = local(FakeScript(delay_s=0.05), in_flight=in_flight)
-    rollouts = client.generate(
-        make_requests(), SAMPLING, version=sync(client), resync=lambda: sync(client)
-    )
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = [next(rollouts)]
-        synced = pool.submit(sync, client)
-        found += rollouts
-        synced.result()
-    assert len(found) == 8
-    assert (client.counters["aborted"] > 0) == (in_flight == "abort")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
-    Annealing,
     HiddenStateParams,
     SampleRequest,
     SamplingParams,
@@ -276,31 +275,6 @@ def test_truncated_sampling_reports_the_truncated_distribution(policy, params):
         assert (rollout.rollout_logprobs <= 1e-6).all()
     above = np.concatenate([r.rollout_logprobs - r.rollout_raw_logprobs for r in rollouts])
     assert above.mean() > 0.1
-
-
-@pytest.mark.slow
-def test_an_annealed_temperature_counts_the_tokens_of_each_response(policy, params):
-    """Over the wire; with 8 slots for 20 responses, slots are refilled and their count restarts."""
-    annealing = Annealing(1.5, 0.25, 3, 16.0)
-    sampling = SamplingParams(40, temperature=0.8, eos_token_ids=(EOS,), annealing=annealing)
-    states = HiddenStateParams((-1,), "float32")  # a test above compares them with the policy's
-    with synced_client(policy, params, max_batch=8, chunk=7) as (client, version):
-        rollouts = list(client.generate(make_requests(), sampling, states, version=version))
-    assert max(len(r.response_ids) for r in rollouts) > 20
-    for rollout in rollouts:
-        index = np.arange(len(rollout.response_ids))
-        falling = np.maximum(2.5 - np.exp(index / 16.0), 0.25)
-        temperatures = 0.8 * np.where(index < 3, 1.0, falling)
-        last = jnp.asarray(np.resize(rollout.hidden_states[:, 0], (40, 64)))  # one program
-        logits = np.asarray(policy.logits(params, last), np.float64)[: len(index)]
-        for logprobs, scaled in (
-            (rollout.rollout_logprobs, logits / temperatures[:, None]),
-            (rollout.rollout_raw_logprobs, logits),
-        ):
-            chosen = np.take_along_axis(scaled, rollout.response_ids[:, None], axis=1)[:, 0]
-            expected = chosen - np.log(np.exp(scaled).sum(axis=1))
-            # Twice the tolerance of the first test: logits are divided by temperatures down to 0.2.
-            np.testing.assert_allclose(logprobs, expected, atol=2e-4)
 
 
 @pytest.fixture(scope="module")
@@ -560,8 +534,6 @@ def test_sampling_settings_compile_no_new_programs(policy, params):
     before = decoding.decode_chunk._cache_size()
     for settings in [
         (4, 1.0, 0.9), (3, 0.7, 0.2, 5), (2, 2.5, 1.0, 2, (1, 3)), (4, 1.0, 0.5, 0, (1,), (2, 3)),
-        (4, 1.0, 0.9, 0, (), (), Annealing(1.2, 0.1, 10, 25.0)),
-        (4, 1.0, 0.9, 0, (), (), Annealing(1.3, 0.2, 5, 30.0)),
     ]:  # fmt: skip
         call = make_call(policy, params, make_requests(2, 4, shortest=9), SamplingParams(*settings))
         call._response_columns = 64

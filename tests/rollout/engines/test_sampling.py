@@ -1,6 +1,5 @@
 """Sampling against a float64 oracle and against its own distribution."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,16 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax.rollout.engines import sampling
-from semrl_jax.rollout.engines.sampling import (
-    sample_tokens,
-    sampling_logits,
-    split_sampling,
-    temperature_factors,
-)
-from semrl_jax.types import Annealing, SamplingParams
+from semrl_jax.rollout.engines.sampling import sample_tokens, sampling_logits, split_sampling
+from semrl_jax.types import SamplingParams
 from tests.cases import slow_after
-
-FALLING = Annealing(1.2, 0.1, 0, 2.0)
 
 
 def draw(logits, keys, token_index, sampling):
@@ -57,7 +49,7 @@ def allowed_f64(logits, temperature, top_k, top_p):
 def test_sampling_logits_match_float64(seed, temperature, top_k, top_p):
     logits = np.random.default_rng(seed).normal(size=(1, 20)).astype(np.float32) * 3
     kind, values = split_sampling(SamplingParams(1, temperature, top_p, top_k))
-    actual = sampling_logits(jnp.asarray(logits), jnp.zeros(1, jnp.int32), values, kind=kind)
+    actual = sampling_logits(jnp.asarray(logits), values, kind=kind)
     expected = allowed_f64(logits[0], temperature, top_k, top_p)
     actual = np.asarray(jax.nn.log_softmax(actual, axis=-1))[0]
     np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
@@ -113,66 +105,6 @@ def test_a_token_depends_on_its_own_key_and_index_alone():
 )  # fmt: skip
 def test_four_kinds_of_sampling(settings, kind):
     assert split_sampling(SamplingParams(1, *settings))[0] == kind
-    annealed = split_sampling(SamplingParams(1, *settings, annealing=FALLING))[0]
-    assert annealed == ("scaled" if kind == "unmodified" else kind)
-
-
-def factors_f64(num_tokens, annealing):
-    """The formula of EAD, token by token."""
-    factors = []
-    for t in range(num_tokens):
-        value = 1 + annealing.maximum - np.exp(t / annealing.decay_tokens)
-        factors.append(1.0 if t < annealing.warmup_tokens else max(value, annealing.minimum))
-    return np.array(factors)
-
-
-@given(
-    maximum=st.floats(0.5, 3.0),
-    share=st.floats(0.05, 1.0),
-    warmup=st.integers(0, 40),
-    decay=st.floats(0.5, 1e5),
-)
-def test_factors_of_the_temperature_match_float64(maximum, share, warmup, decay):
-    """Also where exp(t / decay) is infinite in float32: the least factor remains."""
-    annealing = Annealing(maximum, share * maximum, warmup, decay)
-    _, values = split_sampling(SamplingParams(1, annealing=annealing))
-    actual = temperature_factors(jnp.arange(64, dtype=jnp.int32), values.annealing)
-    # Float32: 1 + maximum - exp loses the digits that cancel, of numbers below 4.
-    with np.errstate(over="ignore"):
-        np.testing.assert_allclose(actual, factors_f64(64, annealing), rtol=1e-6, atol=4e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.8)])
-def test_each_token_has_the_logprob_of_its_own_temperature(top_k, top_p):
-    annealing = Annealing(1.5, 0.25, 2, 8.0)
-    sampling = SamplingParams(16, 0.75, top_p, top_k, annealing=annealing)
-    logits = np.random.default_rng(3).normal(size=(16, 20)).astype(np.float32) * 2
-    keys = jax.random.key_data(jax.random.split(jax.random.key(2), 16))
-    index = jnp.arange(16, dtype=jnp.int32)
-    tokens, logprobs, raw = draw(jnp.asarray(logits), keys, index, sampling)
-    factors = factors_f64(16, annealing)
-    assert len(set(factors)) > 5 and factors.max() > 1.2 and factors.min() == 0.25
-    for row, (token, factor) in enumerate(zip(np.asarray(tokens), factors)):
-        expected = allowed_f64(logits[row], 0.75 * factor, top_k, top_p)
-        # Float32 rounding of logits near 6 / (0.75 * 0.25), and of their temperature.
-        np.testing.assert_allclose(logprobs[row], expected[token], atol=5e-5)
-        np.testing.assert_allclose(raw[row], allowed_f64(logits[row], 1, 0, 1)[token], atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [(0.7, 1.0, 0), (0.7, 0.9, 5)])
-def test_a_factor_of_one_changes_no_bit_and_greedy_sampling_has_no_temperature(settings):
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
-    keys = jax.random.key_data(jax.random.split(jax.random.key(0), 6))
-    index = jnp.arange(6, dtype=jnp.int32)
-    for temperature, annealing in ((settings[0], Annealing(1.2, 0.1, 6, 2.0)), (0.0, FALLING)):
-        sampling = SamplingParams(8, temperature, *settings[1:])
-        annealed = dataclasses.replace(sampling, annealing=annealing)
-        for plain, other in zip(
-            draw(logits, keys, index, sampling), draw(logits, keys, index, annealed)
-        ):
-            np.testing.assert_array_equal(plain, other)
 
 
 def test_greedy_takes_the_largest_and_reports_the_unmodified_logprob():

@@ -16,7 +16,6 @@ from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,
     SampleRequest,
@@ -27,8 +26,7 @@ from semrl_jax.types import (
 )
 from tests.rollout.caller import make_stub
 from tests.rollout.conftest import TOKEN, make_arrays, make_requests, wait_until
-from tests.rollout.embedded import EmbeddedReplica
-from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
+from tests.rollout.fake_engine import FAKE_SPECS, FakeScript
 from tests.rollout.wire.test_codec import BAD_REQUESTS
 
 CODES = grpc.StatusCode
@@ -407,24 +405,6 @@ def test_commit_waits_for_running_calls_and_new_ones_for_the_commit(world):
     with pytest.raises(grpc.RpcError) as caught:
         next(late)
     assert caught.value.code() == CODES.FAILED_PRECONDITION
-
-
-@pytest.mark.parametrize("in_flight", ["abort", "keep"])
-def test_commit_need_not_wait_for_running_calls(world, in_flight):
-    _, stub, options, old = synced(world, FakeScript(delay_s=0.4), in_flight=in_flight)
-    running = stub.Generate(generate_message(old), **options)
-    next(running)
-    began = time.monotonic()
-    assert sync(stub, options, step=1).step == 1
-    assert time.monotonic() - began < 2.0  # seven responses would take longer
-    rest = [reply.response.finish_reason for reply in running]
-    assert len(rest) == 7
-    assert set(rest) == {"aborted"} if in_flight == "abort" else "aborted" not in rest
-
-
-def test_in_flight_keep_needs_an_engine_that_keeps_calls():
-    with pytest.raises(UserError, match="in_flight='keep' is not offered by the fake engine"):
-        EmbeddedReplica(FakeEngine(), in_flight="keep")
 
 
 def test_commit_gives_up_with_the_callers_deadline(world):

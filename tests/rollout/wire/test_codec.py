@@ -19,7 +19,6 @@ from semrl_jax.types import (
     FINISH_REASONS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
-    Annealing,
     HiddenStateParams,
     MetricParams,
     Rollout,
@@ -472,46 +471,6 @@ def test_bad_stop_strings_are_refused(strings, match):
     with pytest.raises(ValueError, match=match) as caught:
         with_stop_strings(strings)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-
-
-ANNEALING = Annealing(1.2, 0.1, 10, 25.0)
-
-
-def change_annealing(change, annealing=ANNEALING):
-    call = make_call()
-    sampling = dataclasses.replace(call.sampling, annealing=annealing)
-    message = codec.encode_request(call._replace(sampling=sampling))
-    change(message.sampling.annealing)
-    limits = dataclasses.replace(LIMITS, sampling_kinds=("annealed",))
-    return codec.decode_request(wire(message), limits).sampling.annealing
-
-
-@given(
-    annealing=st.builds(
-        Annealing,
-        *[st.floats(2**-10, 2**20, width=32)] * 2,
-        st.integers(0, 2**31 - 1),
-        st.floats(2**-10, 2**20, width=32),
-    )
-)
-def test_annealing_round_trips(annealing):
-    assert change_annealing(lambda m: None, annealing) == annealing
-    assert change_request(lambda m: None).sampling.annealing is None
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lambda m: setattr(m, "maximum", 0), "annealing.maximum=0.0 must be finite and above 0"),
-        (lambda m: setattr(m, "minimum", -1), "annealing.minimum=-1.0 must be finite and above"),
-        (lambda m: setattr(m, "decay_tokens", np.inf), "decay_tokens=inf must be finite and"),
-        (lambda m: setattr(m, "decay_tokens", np.nan), "decay_tokens=nan must be finite and"),
-        (lambda m: setattr(m, "warmup_tokens", -1), "warmup_tokens=-1 must be at least 0"),
-    ],
-)
-def test_bad_annealing_is_refused(change, match):
-    with pytest.raises(ValueError, match=match):
-        change_annealing(change)
 
 
 METRICS = MetricParams(("curvature", "effective_rank"), 40, "later", "svd", "float32", 3)

@@ -18,7 +18,6 @@ from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
-    Annealing,
     HiddenStateParams,
     MetricParams,
     ReplicaDescription,
@@ -121,8 +120,6 @@ FINAL_ONLY = dataclasses.replace(
     state_kinds=("decode", "prefill"),
     layers_reason="the others stay inside",
 )
-ANNEALED = dataclasses.replace(SAMPLING, annealing=Annealing(1.25, 0.125, 10, 525.0))  # 1.4
-ANNEALS = dataclasses.replace(DESCRIPTION, protocol_minor=4, sampling_kinds=("annealed",))
 STOPPED = dataclasses.replace(SAMPLING, stop_strings=("Question:", "\n答"))  # 1.5
 STOPS = dataclasses.replace(
     DESCRIPTION, protocol_minor=5, sampling_kinds=("annealed", "stop_strings")
@@ -183,10 +180,6 @@ def messages():
             "generate_response_all_states": response(WHOLE),
         },
         "1.3": {"generate_response_with_context": response(WITH_CONTEXT)},
-        "1.4": {
-            "describe_response_annealed": codec.encode_description(ANNEALS),
-            "generate_request_annealed": request(ANNEALED),
-        },
         "1.5": {
             "describe_response_stops": codec.encode_description(STOPS),
             "generate_request_stopped": request(STOPPED),
@@ -227,7 +220,6 @@ def assert_same(actual, expected):
     [
         ("1.0", "", DESCRIPTION),
         ("1.2", "_final_only", FINAL_ONLY),
-        ("1.4", "_annealed", ANNEALS),
         ("1.5", "_stops", STOPS),
         ("1.6", "_memory", READS),
         ("1.7", "_scheduled", SCHEDULED),
@@ -289,13 +281,9 @@ def test_responses_with_context():
     assert_same(decoder.feed(reply), WITH_CONTEXT)
 
 
-@pytest.mark.parametrize(
-    ("version", "name", "limits", "sampling"),
-    [("1.4", "annealed", ANNEALS, ANNEALED), ("1.5", "stopped", STOPS, STOPPED)],
-)
-def test_request_with_a_kind_of_sampling(version, name, limits, sampling):
-    request = recorded(f"generate_request_{name}", pb.GenerateRequest, version)
-    assert codec.decode_request(request, limits).sampling == sampling
+def test_request_with_stop_strings():
+    request = recorded("generate_request_stopped", pb.GenerateRequest, "1.5")
+    assert codec.decode_request(request, STOPS).sampling == STOPPED
 
 
 def test_request_that_is_kept():
