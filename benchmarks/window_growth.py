@@ -1,10 +1,9 @@
 """Correlations of ER with ERV and ERA on long responses, under each window.
 
-    python -m benchmarks.window_growth --output=study
+    python -m benchmarks.window_growth
 
 The rank of the responses grows by a known law, or a small random model samples them. They show the
-effect of the window on long responses: the window "release" limits the velocity. Writes growth.csv
-and growth.png.
+effect of the window on long responses: the window "release" limits the velocity.
 """
 
 import launch  # noqa: F401 - first: one BLAS thread, as for every command
@@ -12,15 +11,16 @@ import launch  # noqa: F401 - first: one BLAS thread, as for every command
 # isort: split
 
 import argparse
-import pathlib
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Float
-from rich.console import Console
 
-from semrl_jax import analysis, models
-from semrl_jax.analysis.correlation import Correlation
+from semrl_jax import models
+from semrl_jax.analysis.responses import RANKS, measure_response
+from semrl_jax.analysis.study import EQUAL_LENGTH, correlation
+from semrl_jax.metrics import WINDOWS
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
@@ -35,9 +35,35 @@ PROMPT_TOKENS = 8
 TEMPERATURES = (0.05, 0.2, 0.5, 1.0)  # from repetition to noise
 
 
+class Found(NamedTuple):
+    """ER, ERV and ERA of the responses of a source that have all three, under one window."""
+
+    source: str
+    window: str
+    table: dict[str, np.ndarray]  # columns by the names of RANKS, `length` and `group_id`
+
+    def r(self, order: int, subset: str = "all") -> float:
+        """Correlation of ER with its velocity (1) or acceleration (2)."""
+        return correlation(self.table, RANKS[0], RANKS[order], subset).r
+
+
+def correlate(source: str, responses: list[Float[np.ndarray, "_ D"]], stride: int) -> list[Found]:
+    """Measures every response under each window."""
+    found = []
+    for window in WINDOWS:
+        options = {"names": ("effective_rank",), "stride": stride, "window": window}
+        measured = [measure_response(states, **options) for states in responses]
+        table = {name: np.array([row[name] for row in measured], np.float32) for name in RANKS}
+        table["length"] = np.array([len(states) for states in responses])
+        valid = ~np.isnan([table[name] for name in RANKS]).any(axis=0)
+        table = {name: column[valid] for name, column in table.items()}
+        found.append(Found(source, window, table | {"group_id": np.arange(valid.sum())}))
+    return found
+
+
 def growth_study(
     *, num_responses: int = 32, max_tokens: int = 2048, stride: int = 128
-) -> list[Correlation]:
+) -> list[Found]:
     """Correlates ER with ERV and ERA on long responses of every law and of a random model.
 
     Lengths are uniform in max_tokens / 8 to max_tokens. The responses of one source also differ in
@@ -61,16 +87,16 @@ def growth_study(
             )
             for num_tokens in lengths()
         ]
-        found += analysis.correlate(responses, strides=(stride,), source=law)
+        found += correlate(law, responses, stride)
     responses = [
         wide_states(num_tokens=int(num_tokens), decay=rng.uniform(0.0, 0.5), rng=rng)
         for num_tokens in lengths()
     ]
-    found += analysis.correlate(responses, strides=(stride,), source=WIDE)
+    found += correlate(WIDE, responses, stride)
     sampled = sampled_states(num_responses=num_responses, num_tokens=max_tokens)
     # A prefix of a sampled response equals a response with a lower token limit.
     responses = [states[:num_tokens] for states, num_tokens in zip(sampled, lengths())]
-    found += analysis.correlate(responses, strides=(stride,), source=SAMPLED)
+    found += correlate(SAMPLED, responses, stride)
     return found
 
 
@@ -132,13 +158,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--responses", type=int, default=32, help="per source")
     parser.add_argument("--tokens", type=int, default=2048, help="of the longest response")
-    parser.add_argument("--output", type=pathlib.Path, help="directory, made if missing")
     arguments = parser.parse_args()
     found = growth_study(num_responses=arguments.responses, max_tokens=arguments.tokens)
-    Console().print(analysis.correlation_table(found))
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        analysis.write_correlations(arguments.output, "growth", found)
+    print("source, window: r of ER with ERV, with ERV at equal length, with ERA")
+    for each in found:
+        values = each.r(1), each.r(1, EQUAL_LENGTH), each.r(2)
+        print(f"{each.source}, {each.window}:", *(f"{value:.2f}" for value in values))
 
 
 if __name__ == "__main__":

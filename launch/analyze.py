@@ -1,14 +1,10 @@
 """Studies hidden states and runs, outside training.
 
     python -m launch.analyze metrics --input=states.npz --output=study
-    python -m launch.analyze correlation --run=runs/quickstart --output=study
     python -m launch.analyze study --run=runs/quickstart --output=study
 
 metrics: the metrics of each response in a file with `hidden_states` [B, T, D] or [T, D] and perhaps
 the bool `response_mask`. Writes metrics.csv, effective_rank.csv and effective_rank.png.
-
-correlation: how strongly ERV and ERA are correlated with ER, on a run's saved responses, under each
---window and --stride. Writes correlation.csv and correlation.png.
 
 study: the measures of the reference implementation, 10 per response and 28 per prompt, and their
 correlations, of a run's saved responses (--run) or of states in a file or in a directory of
@@ -30,14 +26,14 @@ from semrl_jax.metrics import WINDOWS
 from semrl_jax.support import compilation
 from semrl_jax.support.errors import UserError
 
-STRIDE = 40
+DEFAULT_STRIDE = 40
 
 INPUT = flags.DEFINE_string(
     "input",
     None,
     "metrics, study: .npz or .safetensors file; study: also a directory of launch.generate",
 )
-RUN = flags.DEFINE_string("run", None, "correlation, study: directory of a run with rollouts/")
+RUN = flags.DEFINE_string("run", None, "study: directory of a run with rollouts/")
 STEP = flags.DEFINE_integer(
     "step", None, "study: of --run; default: the last with responses and weights", lower_bound=0
 )
@@ -53,20 +49,13 @@ MEASURE = flags.DEFINE_multi_string(
     "study: a measure, or a metric of metrics.names; repeat the flag for several. Default: all "
     "measures",
 )
-STRIDES = flags.DEFINE_multi_integer(
+STRIDE = flags.DEFINE_integer(
     "stride",
     None,
-    f"tokens between two prefixes. Default of metrics and study: {STRIDE}, or the run's; of "
-    "correlation: half, once and twice the run's stride; repeat the flag for others",
+    f"tokens between two prefixes; default: the run's, or {DEFAULT_STRIDE}",
     lower_bound=1,
 )
-WINDOW = flags.DEFINE_multi_enum(
-    "window",
-    None,
-    WINDOWS,
-    "which prefixes. Default of metrics and study: exact; of correlation: all; repeat the flag for "
-    "some of them",
-)
+WINDOW = flags.DEFINE_enum("window", WINDOWS[0], WINDOWS, "which prefixes")
 METHOD = flags.DEFINE_enum(
     "method", "gram", ("gram", "svd"), "decomposition; svd: 5 digits, slower"
 )
@@ -74,7 +63,7 @@ OUTPUT = flags.DEFINE_string("output", None, "directory for CSV and PNG files, m
 
 
 def metrics() -> int:
-    file, stride, window = cli.required(INPUT), one(STRIDES, STRIDE), one(WINDOW, WINDOWS[0])
+    file, stride, window = cli.required(INPUT), STRIDE.value or DEFAULT_STRIDE, WINDOW.value
     from rich.console import Console
 
     from semrl_jax import analysis  # not at the top: --help works without JAX
@@ -95,31 +84,6 @@ def metrics() -> int:
     return 0
 
 
-def correlation() -> int:
-    run = cli.required(RUN)
-    from rich.console import Console
-
-    from semrl_jax import analysis
-    from semrl_jax.analysis.study_sources import states_of_run
-
-    steps, stride = states_of_run(run)
-    output = output_directory()
-    compilation.keep_programs()
-    options: dict[str, Any] = {
-        "strides": STRIDES.value or sorted({max(1, stride // 2), stride, 2 * stride}),
-        "windows": WINDOW.value or WINDOWS,
-        "method": METHOD.value,
-    }
-    found = []
-    for step, responses in steps.items():
-        found += analysis.correlate(responses, source=f"step {step}", **options)
-    Console().print(analysis.correlation_table(found))
-    if output is not None:
-        analysis.write_correlations(output, "correlation", found)
-        print(f"done: {output} has correlation.csv and correlation.png")
-    return 0
-
-
 def study() -> int:
     if (RUN.value is None) == (INPUT.value is None):
         raise UserError("study needs one of --run and --input; see --help.")
@@ -131,7 +95,7 @@ def study() -> int:
             f"--output={OUTPUT.value}: responses.parquet of launch.generate is there already; name "
             "a new directory."
         )
-    stride, window = one(STRIDES, None), one(WINDOW, WINDOWS[0])
+    stride = STRIDE.value
     from semrl_jax.analysis import study as studies  # not at the top: --help works without JAX
 
     chosen = MEASURE.value or ()
@@ -150,12 +114,12 @@ def study() -> int:
         responses, source = study_sources.of_generated(pathlib.Path(INPUT.value), POLICY.value)
     else:
         responses, source = study_sources.of_file(pathlib.Path(INPUT.value), POLICY.value)
-    stride = stride or study_sources.stride_of(POLICY.value) or STRIDE
+    stride = stride or study_sources.stride_of(POLICY.value) or DEFAULT_STRIDE
     output = output_directory()
     measured = measure(
         responses,
         stride=stride,
-        window=window,
+        window=WINDOW.value,
         method=METHOD.value,
         names=names,
         wanted=lambda name: not chosen or name in (*chosen, "correct", "length"),
@@ -166,14 +130,6 @@ def study() -> int:
         written = write_study(output, measured, found)
         print(f"done: {output} has {', '.join(written)}")
     return 0
-
-
-def one(flag: flags.FlagHolder[Any], default: Any) -> Any:
-    """The only value of a flag that `correlation` accepts several times."""
-    values = flag.value or [default]
-    if len(values) > 1:
-        raise UserError(f"--{flag.name} is given {len(values)} times; metrics and study take one.")
-    return values[0]
 
 
 def output_directory() -> pathlib.Path | None:
@@ -190,4 +146,4 @@ def output_directory() -> pathlib.Path | None:
 
 
 if __name__ == "__main__":
-    cli.run({"metrics": metrics, "correlation": correlation, "study": study}, __doc__)
+    cli.run({"metrics": metrics, "study": study}, __doc__)

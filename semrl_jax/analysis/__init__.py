@@ -3,12 +3,6 @@
 `runs` and `study_sources` are imported by name: they load the trainer.
 """
 
-from semrl_jax.analysis.correlation import (
-    correlate,
-    correlation_table,
-    draw_correlations,
-    write_correlations,
-)
 from semrl_jax.analysis.responses import (
     draw_rank_curves,
     measure_responses,
@@ -20,7 +14,6 @@ from semrl_jax.analysis.responses import (
 from semrl_jax.analysis.states import read_states
 
 __all__ = [
-    "correlate", "correlation_table", "draw_correlations", "draw_rank_curves", "measure_responses",
-    "rank_curve", "read_states", "response_table", "write_columns", "write_correlations",
-    "write_rank_curves",
+    "draw_rank_curves", "measure_responses", "rank_curve", "read_states", "response_table",
+    "write_columns", "write_rank_curves",
 ]  # fmt: skip

@@ -132,9 +132,9 @@ def response_table(measured: Columns) -> Table:
     return table
 
 
-def number_text(value: float | int | np.floating, form: str = ".4g") -> str:
-    """The number in this form; a dash for NaN."""
-    return "-" if math.isnan(value) else f"{value:{form}}"
+def number_text(value: float | np.floating) -> str:
+    """Four digits; a dash for NaN."""
+    return "-" if math.isnan(value) else f"{value:.4g}"
 
 
 def write_columns(file: pathlib.Path, columns: Columns) -> None:

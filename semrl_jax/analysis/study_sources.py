@@ -66,15 +66,6 @@ def of_run(
     return each, f"{workdir}, step {step}", run.stride
 
 
-def states_of_run(
-    workdir: str | os.PathLike[str],
-) -> tuple[dict[int, list[Float[np.ndarray, "_ D"]]], int]:
-    """Final states of the responses of each step in `find_steps`, and the run's metrics.stride."""
-    run = find_steps(workdir)
-    responses = {step: responses_of_step(run, step, run.params(step)) for step in run.steps}
-    return {step: [each.states for each in found] for step, found in responses.items()}, run.stride
-
-
 def responses_of_step(run: RunSteps, step: int, params: models.Params) -> Iterator[StudiedResponse]:
     """The recorded responses of a step, with the states that `params` give their tokens."""
     rows = sorted(read_responses(run.rollouts[step], KEYS), key=lambda row: row["group_id"])

@@ -43,17 +43,12 @@ def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
     slow_after(
         4,
         [
-            (
-                [],
-                "first argument must be one of metrics, correlation, study, but there",
-            ),
+            ([], "first argument must be one of metrics, study, but there"),
             (["plot"], "not 'plot'"),
             (["metrics", "again"], "'again' is not a flag"),
             (["metrics"], "--input is needed"),
             (["metrics", "--input=x.npz", "--stride=0"], "--stride=0"),
             (["metrics", "--input=x.npz", "--window=half"], "--window=half"),
-            (["metrics", "--input=x.npz", "--stride=4", "--stride=8"], "--stride is given 2 times"),
-            (["correlation"], "--run is needed"),
             (["metrics", "--nope"], "--nope is unknown"),
             (["study", "--run=x", "--policy=y"], "--policy belongs to --input"),
         ],
