@@ -199,9 +199,8 @@ class Bar:
 def _text_after_bar(task: rich_progress.Task) -> str:
     """Count, pace, elapsed time and status."""
     count, status = f"{task.completed:g}/{task.total:g}", StatusColumn().render(task).plain
-    return "  ".join(
-        filter(None, (count, task.fields["pace"], duration(task.elapsed or 0), status))
-    )
+    parts = count, task.fields["pace"], f"after {duration(task.elapsed or 0)}", status
+    return ", ".join(filter(None, parts))
 
 
 def duration(seconds: float) -> str:

@@ -247,7 +247,7 @@ def test_a_cell_shows_one_bar_with_the_last_line(cell, capsys):
     assert capsys.readouterr().out == "eval 3\n"
     assert any("sample &lt;1&gt;" in shown["text/html"] for shown in cell.states)
     last = cell.states[-1]
-    assert last["text/plain"].startswith("train 3/3") and last["text/plain"].endswith("\nstep 3/3")
+    assert re.fullmatch(r"train 3/3, .*\nstep 3/3", last["text/plain"])
     assert '<progress value="3" max="3"' in last["text/html"]
     assert "step 2/3" not in last["text/html"]
     count = len(cell.states)
