@@ -65,6 +65,7 @@ setup(
         # torch is the independent reference of the tests; the trainer has no use for it.
         "test": [
             "beartype>=0.23",
+            "datasets>=5.2",  # as prompts of a Trainer; it brings pandas
             "grpcio-tools>=1.85.1",
             "hypothesis>=6.170",
             "ipykernel>=7.0",

@@ -3,8 +3,9 @@
     python docs/check_commands.py [PAGE ...]
 
 Each `python -m launch.NAME` of a bash block is parsed by the command itself, with its flags and the
-fields of its config. Nothing is run. Of other commands, the module or the file must exist. A flag
-`...` stands for the flags that a page has shown before.
+fields of its config. Nothing is run; tests/launch/test_page_commands.py runs some. Of other
+commands, the module or the file must exist. A flag `...` stands for the flags that a page has shown
+before.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ done, 1 the last checkpoint could not be written to disk, 2 wrong setting, 75 en
 (a fine-tuning saves a checkpoint first), 76 another process was lost.
 """
 
+import functools
+
 from absl import flags
 from ml_collections import config_flags
 
@@ -41,7 +43,9 @@ def main() -> int:
             from semrl_jax.runs.dry_run import dry_run_sft
 
             return dry_run_sft(config, workdir)
-        from semrl_jax.runs import fine_tune as work  # here: mistakes and --help need no JAX
+        from semrl_jax.runs import fine_tune  # here: mistakes and --help need no JAX
+
+        work = functools.partial(fine_tune, file=flags.FLAGS["config"].config_filename)
     elif config.model.path or not config.warm_start.num_steps:
         raise UserError(
             "there is nothing to train: name files of conversations in sft.files; or, for the warm "

@@ -93,7 +93,7 @@ class Progress:
             self._done += 1
             pace = self._bar.reach(self._done)
             now = time.monotonic()
-            if self._reporter.is_terminal or now - self._printed_s < PROGRESS_S:
+            if self._reporter.shows_bars or now - self._printed_s < PROGRESS_S:
                 return
             self._printed_s = now
             count = f"{self._name}: {self._done}/{self._total} responses"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import pathlib
@@ -11,13 +12,13 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import cloudpickle
 import ml_collections
 import pyarrow as pa
 
 from semrl_jax.jobs.evaluate import evaluate
 from semrl_jax.library.language_model import LanguageModel
 from semrl_jax.library.settings import chosen_config, configure
+from semrl_jax.rewards.function import dump_functions
 from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, EXIT_PREEMPTED, train_steps
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.runs.workdir import GIVEN
@@ -61,8 +62,8 @@ class Trainer:
       model: Hugging Face directory, hub id or .gguf file; or fields of the section `model`. None:
         the config's.
       prompts: rows with `question` (or `prompt`) and `answer`, or questions alone; any iterable,
-        such as a list or a `datasets.Dataset`. Or paths of .jsonl and .parquet files. None: those
-        of the config.
+        such as a list or a `datasets.Dataset`, or a pandas DataFrame. Or paths of .jsonl and
+        .parquet files. None: the config's.
       problems: the same, held out for evaluations.
       reward: a function of (response, reference) or of (response, reference, row), which returns a
         score, a mapping or a Verdict (docs/verifiers.md); the name of a built-in verifier; or
@@ -197,6 +198,13 @@ class Trainer:
         """The files of rows, which are written when the run begins."""
         if isinstance(rows, str | os.PathLike):
             return (str(rows),)
+        if isinstance(rows, Mapping):  # such as a DatasetDict, which iterates over names of splits
+            raise UserError(
+                f"{name} is a mapping with {', '.join(map(str, rows))}; give rows, such as one "
+                "split of a DatasetDict."
+            )
+        if hasattr(rows, "iterrows"):  # a DataFrame, which iterates over names of columns
+            rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
         rows = list(rows)
         if rows and all(str(row).endswith((".jsonl", ".parquet")) for row in rows):
             return tuple(map(str, rows))
@@ -221,11 +229,11 @@ class Trainer:
         functions = {name: one for name, (one, _) in weighted.items() if callable(one)}
         if functions:
             try:
-                self._files["rewards.pkl"] = cloudpickle.dumps(functions)
+                self._files["rewards.pkl"] = dump_functions(functions)
             except Exception as error:  # objects decide what they raise
                 raise UserError(
-                    f"reward cannot be sent to its own process ({type(error).__name__}: {error}); "
-                    "make what it needs at its first call."
+                    f"reward cannot be sent to its own process{_unsent(functions)} "
+                    f"({type(error).__name__}: {error}); make what it needs at its first call."
                 ) from None
         file = self.workdir / GIVEN / "rewards.pkl"
         entries = {
@@ -255,6 +263,19 @@ class Trainer:
                 out.write(contents)
 
 
+def _unsent(functions: Mapping[str, Callable[..., Any]]) -> str:
+    """Which variables of the functions cannot be sent; "" if that is not known."""
+    found = []
+    for function in filter(inspect.isfunction, functions.values()):
+        variables = inspect.getclosurevars(function)
+        for name, value in {**variables.globals, **variables.nonlocals}.items():
+            try:
+                dump_functions(value)
+            except Exception:
+                found.append(name)
+    return f", because of {', '.join(found)}" if found else ""
+
+
 def _as_row(name: str, number: int, row: Mapping[str, Any] | str) -> dict[str, Any]:
     """A row with a question and an answer."""
     if isinstance(row, str):
@@ -264,7 +285,9 @@ def _as_row(name: str, number: int, row: Mapping[str, Any] | str) -> dict[str, A
     row = dict(row)
     if "question" not in row and "prompt" in row:
         row["question"] = row["prompt"]
-    return {"answer": NO_ANSWER} | row
+    if row.get("answer") is None:  # as in a table that lacks some
+        row["answer"] = NO_ANSWER
+    return row
 
 
 def _handlers() -> dict[int, Any]:

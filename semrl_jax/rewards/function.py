@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 import importlib
 import inspect
+import io
 import math
 import numbers
 import pathlib
@@ -65,6 +67,30 @@ def load_function(path: str, field: str = "rewards.function") -> tuple[Callable[
             f"{field}={path!r} must be callable as {name}(response, reference) or "
             f"{name}(response, reference, row): {e}."
         ) from e
+
+
+def _reduced(cached: Any) -> Any:
+    """How a function with a `functools.cache` is pickled."""
+    if cached.__module__ != "__main__":
+        return cached.__qualname__
+    return functools.cache, (cached.__wrapped__,)
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table: Mapping[type, Any] = cloudpickle.Pickler.dispatch_table | {
+        type(functools.cache(len)): _reduced
+    }
+
+
+def dump_functions(functions: Any) -> bytes:
+    """The contents of a .pkl file for `load_function`; any error if they cannot be pickled.
+
+    cloudpickle has the functions of a program or a notebook by value, but those with a
+    `functools.cache` by name, which another process cannot look up. Here these go by value, too.
+    """
+    file = io.BytesIO()
+    _Pickler(file).dump(functions)
+    return file.getvalue()
 
 
 def _with_row(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:

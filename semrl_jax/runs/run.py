@@ -91,7 +91,7 @@ class Run:
             self.reporter.line(evaluation_line(step, evaluation.scalars))
         if result.scored:
             bar.advance()
-            self.reporter.line(summary_line(step + 1, num_steps, scalars, bar.left_s()))
+            bar.line(summary_line(step + 1, num_steps, scalars, bar.left_s()))
         return scalars
 
     def keep(self, state: TrainState) -> None:

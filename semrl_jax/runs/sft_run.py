@@ -288,11 +288,14 @@ def open_fine_tuning(
         yield OpenFineTuning(run, inputs, tuner, batches, model, peers)
 
 
-def fine_tune(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) -> int:
+def fine_tune(
+    config: ml_collections.ConfigDict, workdir: str, quiet: bool = False, file: str = "FILE"
+) -> int:
     """Starts a supervised fine-tuning, or resumes the one in the directory.
 
     Args:
       quiet: print only the last block and what needs attention.
+      file: the config's, for the command that is printed as the next one.
 
     Returns:
       0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be written
@@ -302,11 +305,12 @@ def fine_tune(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fal
       UserError: for a wrong setting, file, row or directory, before any training.
       RuntimeError: if the updates stay non-finite.
     """
-    return exit_code(start(config, workdir, open_fine_tuning, _fine_tune, quiet))
+    work = functools.partial(_fine_tune, file)
+    return exit_code(start(config, workdir, open_fine_tuning, work, quiet))
 
 
 def _fine_tune(
-    config: ml_collections.ConfigDict, opened: OpenFineTuning
+    file: str, config: ml_collections.ConfigDict, opened: OpenFineTuning
 ) -> Generator[dict[str, float], None, int]:
     run, num_steps = opened.run, opened.num_steps
     state = opened.first_state()
@@ -323,7 +327,7 @@ def _fine_tune(
                 run.write_row(step, held_out | scalars | clock.scalars())
                 bar.advance(status=f"loss {scalars['sft/loss']:.3f}")
                 if (step + 1) % -(-num_steps // MAX_LINES) == 0 or step + 1 == num_steps:
-                    run.reporter.line(_step_line(step + 1, num_steps, scalars, bar))
+                    bar.line(_step_line(step + 1, num_steps, scalars, bar))
                 if run.checkpoints.due(step + 1, num_steps):
                     run.checkpoints.save(state)
                 yield scalars
@@ -356,18 +360,16 @@ def _fine_tune(
         "log": short_path(path / "metrics.jsonl"),
         "checkpoints": f"{short_path(path / 'checkpoints')}/",
     }
-    commands = [
-        ["launch.chat", f"--policy={model}"],
-        [
-            "launch.train",
-            "--config=configs/gsm8k.py",
-            "--workdir=DIR",
-            f"--config.model.path={model}",
-        ],
-    ]
-    line = f"done: {num_steps} steps"
-    run.reporter.ending(line, places, commands)
+    run.reporter.ending(f"done: {num_steps} steps", places, next_commands(file, config, model))
     return 0
+
+
+def next_commands(file: str, config: ml_collections.ConfigDict, model: str) -> list[list[str]]:
+    """What to try with the fine-tuned model, each as the arguments after `python -m`."""
+    train = ["launch.train", f"--config={file}", "--workdir=DIR", f"--config.model.path={model}"]
+    if config.data.task == "arithmetic":  # the built-in task needs a model of its own tokenizer
+        train += ["--config.data.task=files", "--config.data.files=FILE"]
+    return [["launch.chat", f"--policy={model}"], train]
 
 
 def _evaluation(

@@ -90,7 +90,7 @@ def starting_directory(
             def report(step: int, loss: float) -> None:
                 bar.advance(status=f"loss {loss:.3f}")
                 if (step + 1) % 100 == 0 or step + 1 == options.num_steps:
-                    reporter.line(f"warm start {step + 1:>4}/{options.num_steps}  loss {loss:.4f}")
+                    bar.line(f"warm start {step + 1:>4}/{options.num_steps}  loss {loss:.4f}")
 
             params = fit_demonstrations(
                 policy, params, demonstrations,

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import secrets
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
@@ -279,11 +280,13 @@ def _check_shared(workdir: Workdir) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Package versions and the git revision of the code, "" outside a checkout."""
+    """Package versions and the git revision of the code, "" outside a checkout or without git."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    here, command = pathlib.Path(__file__).parent, ["git", "rev-parse", "HEAD"]
-    revision = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
-    return found | {"git": revision.stdout.strip()}
+    here, command, revision = pathlib.Path(__file__).parent, ["git", "rev-parse", "HEAD"], ""
+    if shutil.which("git"):  # images of containers may have none
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+        revision = done.stdout.strip()
+    return found | {"git": revision}
 
 
 def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:

@@ -11,14 +11,14 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from semrl_jax.support import compilation
+from semrl_jax.support import compilation, notebook
 
 RECENT_UNITS = 8
 MAX_WIDTH = 400  # of a table, in columns
@@ -40,10 +40,10 @@ class StatusColumn(rich_progress.ProgressColumn):
 
 
 class Reporter:
-    """Prints lines, and bars if the output is a terminal.
+    """Prints lines, and bars if the output is a terminal or a cell of a notebook.
 
-    Elsewhere (files, pipes, notebooks) it prints text without control characters, even if the
-    environment asks for colours.
+    Elsewhere (files, pipes) it prints text without control characters, even if the environment
+    asks for colours.
 
     Args:
       silent: print nothing. For all processes of a run but one.
@@ -52,6 +52,7 @@ class Reporter:
 
     def __init__(self, silent: bool = False, quiet: bool = False):
         self._quiet = quiet
+        self._in_cell = notebook.is_notebook() and not silent
         is_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._console = Console(
             highlight=False,
@@ -62,9 +63,9 @@ class Reporter:
         )
 
     @property
-    def is_terminal(self) -> bool:
+    def shows_bars(self) -> bool:
         """Whether bars are shown."""
-        return self._console.is_terminal and not self._quiet
+        return (self._console.is_terminal or self._in_cell) and not self._quiet
 
     def line(self, text: str) -> None:
         """Prints one line, above any bar; nothing if quiet."""
@@ -103,13 +104,13 @@ class Reporter:
                 highlight=False,
                 quiet=console.quiet,
                 force_terminal=False,
-                force_jupyter=False,
+                force_jupyter=self._in_cell,
             )
         console.print(table)
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int, unit: str, done: int = 0) -> Iterator[Bar]:
-        """Shows a bar over `total` units, if the output is a terminal."""
+        """Shows a bar over `total` units, if bars are shown."""
         bar_width = BAR_WIDTH if self._console.width >= LINE_WIDTH else SMALL_BAR_WIDTH
         progress = rich_progress.Progress(
             rich_progress.TextColumn("{task.description}"),
@@ -119,22 +120,29 @@ class Reporter:
             rich_progress.TimeElapsedColumn(table_column=Column(no_wrap=True)),
             StatusColumn(),
             console=self._console,
-            disable=not self.is_terminal,
+            disable=not self.shows_bars or self._in_cell,
             transient=True,
         )
         with progress:
-            progress.add_task(what, total=total, completed=done, pace="", status="")
-            yield Bar(progress, unit)
+            progress.add_task(what, total=total, completed=done, pace="", status="", line="")
+            if self._in_cell and self.shows_bars:
+                with notebook.shown(progress.tasks[0], _text_after_bar):
+                    yield Bar(progress, unit, say=None)
+            else:
+                yield Bar(progress, unit, self.line)
 
 
 class Bar:
     """Updates the only task of `progress` and estimates its end.
 
     The first unit is not part of the estimate, because it compiles, also when a run is resumed.
+    `say` prints the lines of finished units; None: the bar has room for the last one.
     """
 
-    def __init__(self, progress: rich_progress.Progress, unit: str):
-        self._progress = progress
+    def __init__(
+        self, progress: rich_progress.Progress, unit: str, say: Callable[[str], None] | None
+    ):
+        self._progress, self._say = progress, say
         self._task = progress.tasks[0]
         self._unit = unit
         self._last_end: float | None = None  # None before the end of the first unit
@@ -179,6 +187,20 @@ class Bar:
     def status(self, status: str) -> None:
         """Shows what the current unit does."""
         self._progress.update(self._task.id, status=status)
+
+    def line(self, line: str) -> None:
+        """Prints the line of a finished unit. In a cell, it replaces the one before."""
+        if self._say is None:
+            self._progress.update(self._task.id, line=line)
+        else:
+            self._say(line)
+
+
+def _text_after_bar(task: rich_progress.Task) -> str:
+    """Count, pace, elapsed time and status."""
+    count, status = f"{task.completed:g}/{task.total:g}", StatusColumn().render(task).plain
+    parts = count, task.fields["pace"], f"after {duration(task.elapsed or 0)}", status
+    return ", ".join(filter(None, parts))
 
 
 def duration(seconds: float) -> str:

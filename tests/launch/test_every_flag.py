@@ -136,6 +136,7 @@ THOROUGH = [
         f"sweep {SWEEP} --vary=rewards.mode=mix,independent --seeds=0 --replicas=127.0.0.1:1 "
         "--summarize"
     ),
+    Case("env --run={home}/run"),
     Case("report {home}/run {home}/adapters --output={home}/two.html --csv={home}/two.csv"),
     Case("report {home}/run --serve --port=0", until="http://"),
     Case(

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import transformers
 
+from configs import default, sft
 from semrl_jax import data, models
+from semrl_jax.runs.sft_run import next_commands
 from tests.cases import slow_after
 from tests.fixtures import read_rows, stable
 from tests.launch.conftest import read_until, run, start
@@ -62,7 +64,16 @@ def uninterrupted(files, tmp_path_factory):
     assert "files: 16 conversations, " in result.stdout and "eval 6  held  loss " in result.stdout
     assert f"step    6/{NUM_STEPS}  loss " in result.stdout and " tokens/s  left " in result.stdout
     assert f"{workdir}/model/, for transformers" in result.stdout
+    following = "python -m launch.train --config=configs/sft.py --workdir=DIR --config.model.path="
+    assert f"{following}{workdir}/model\n" in result.stdout
     return workdir
+
+
+def test_the_next_command_has_the_config_that_was_given():
+    _, train = next_commands("mine.py", sft.get_config(), "runs/sft/model")
+    assert train[1:] == ["--config=mine.py", "--workdir=DIR", "--config.model.path=runs/sft/model"]
+    _, train = next_commands("mine.py", default.get_config(), "runs/sft/model")
+    assert train[-2:] == ["--config.data.task=files", "--config.data.files=FILE"]
 
 
 @slow

@@ -1,6 +1,7 @@
 """A trainer in a real Jupyter kernel: cells train, are interrupted, and go on."""
 
 import os
+import re
 import signal
 import threading
 
@@ -59,7 +60,10 @@ def test_cells_train_stop_at_an_interrupt_and_go_on(chat_model, tmp_path):
     client.execute(cwd=str(tmp_path))
     first, second, third, wrong, sampled = (cell.outputs for cell in notebook.cells)
     printed = "".join(output.get("text", "") for output in first)
-    assert "saved in" in printed
+    assert "saved in" in printed and "step  " not in printed
+    (bar,) = (output.data for output in first if output.output_type == "display_data")
+    assert '<progress value="' in bar["text/html"]
+    assert re.search(r"^train \d+/200, .*\nstep +\d+/200 ", bar["text/plain"])
     assert first[-1].output_type == "error" and first[-1].ename == "KeyboardInterrupt"
     assert not [output for output in (*second, *sampled) if output.output_type == "error"]
     saved, is_whole = third[0].text.split()

@@ -1,6 +1,9 @@
 """`Trainer`: a loop over steps, functions and rows of the program, ends and resumes."""
 
+import json
+import operator
 import os
+import pathlib
 import signal
 import threading
 
@@ -35,6 +38,19 @@ def trainer(chat_model, tmp_path):
 
 def digits(response, reference):
     return sum(c.isdigit() for c in response) / (1 + len(response))
+
+
+KNOWN = {row["question"] + row["answer"] for row in ROWS} | {"1+1=-"}
+
+
+def locked():
+    lock = threading.Lock()
+
+    def reward(response, reference):
+        with lock:
+            return 1.0
+
+    return reward
 
 
 @pytest.fixture
@@ -120,6 +136,23 @@ def test_rows_of_any_iterable(trainer):
     assert questions.config.data.files == (str(questions.workdir / "given" / "prompts.jsonl"),)
 
 
+@pytest.mark.parametrize(
+    "package, make", [("datasets", "Dataset.from_list"), ("pandas", "DataFrame")]
+)
+def test_rows_of_other_libraries(trainer, package, make):
+    library = pytest.importorskip(package)
+    given = [*ROWS[:-1], {"question": "1+1=", "answer": None}]
+    one = trainer(
+        prompts=operator.attrgetter(make)(library)(given),
+        reward=lambda response, reference, row: float(row["question"] + reference in KNOWN),
+        training={"num_steps": 3},
+    )
+    assert [step.scalars["reward/mean"] for step in one] == [1.0] * 3
+    (file,) = one.config.data.files
+    written = [json.loads(line) for line in pathlib.Path(file).read_text().splitlines()]
+    assert written == [*ROWS[:-1], {"question": "1+1=", "answer": "-"}]
+
+
 def test_policy_and_evaluation_of_the_newest_checkpoint(trainer, tmp_path):
     one = trainer(problems=ROWS[:4]).train()
     ((response,),) = one.policy.generate("1+1=", max_tokens=4)
@@ -141,7 +174,9 @@ def test_policy_and_evaluation_of_the_newest_checkpoint(trainer, tmp_path):
         ({"prompts": [3]}, "prompts: row 0 must be a mapping or a question, not 3"),
         ({"prompts": [{"question": {1}}]}, "prompts must have rows that JSON can hold"),
         ({"reward": "maths"}, "rewards.function='maths' must be"),
-        ({"reward": threading.Lock().acquire}, "reward cannot be sent to its own process"),
+        ({"prompts": {"train": ROWS}}, "prompts is a mapping with train; give rows"),
+        ({"reward": threading.Lock().acquire}, "reward cannot be sent to its own process (Type"),
+        ({"reward": locked()}, "cannot be sent to its own process, because of lock (TypeError"),
     ],
 )
 def test_a_mistake_is_one_line(trainer, given, message):

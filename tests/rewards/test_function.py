@@ -2,6 +2,8 @@
 
 import collections.abc
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ from semrl_jax.rewards.function import (
     MAX_EXTRACTED_CHARS,
     NonsenseError,
     as_verdict,
+    dump_functions,
     error_text,
     load_function,
 )
@@ -146,3 +149,31 @@ def four(response, reference, row, other):
 def test_a_function_of_four_arguments_is_refused():
     with pytest.raises(UserError, match=r"or four\(response, reference, row\): .*'other'"):
         load_function(f"{__name__}:four")
+
+
+OF_A_PROGRAM = """
+import functools, threading
+
+@functools.cache
+def made():
+    return threading.Lock()
+
+@functools.cache
+def count(n):
+    return n if n < 2 else count(n - 1) + 1
+
+def reward(response, reference):
+    return float(made() is made()) + count(5)
+"""
+
+
+def test_functions_of_a_program_with_a_cache_are_sent(tmp_path):
+    names = {"__name__": "__main__"}
+    exec(OF_A_PROGRAM, names)
+    file = tmp_path / "rewards.pkl"
+    file.write_bytes(dump_functions({"reward": names["reward"]}))
+    code = (
+        f"import cloudpickle; print(cloudpickle.load(open({str(file)!r}, 'rb'))['reward']('', ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "6.0\n", done.stderr

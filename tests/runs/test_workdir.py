@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from configs import recorded
-from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.runs.workdir import open_workdir, versions
 from semrl_jax.settings.moved import REMOVED
 from semrl_jax.support.errors import UserError
 
@@ -225,3 +225,9 @@ def test_a_run_from_before_sampling_ahead_keeps_its_lag_of_zero(config, tmp_path
     config.rollout.max_staleness = 1
     with pytest.raises(UserError, match=r"another config \(rollout.max_staleness: 0 -> 1\)"):
         open_workdir(str(tmp_path / "run"), config)
+
+
+def test_a_run_starts_where_there_is_no_git(monkeypatch):
+    assert len(versions()["git"]) in (0, 40)
+    monkeypatch.setenv("PATH", "")
+    assert versions()["git"] == "" and versions()["jax"]

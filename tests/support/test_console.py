@@ -8,8 +8,9 @@ import time
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from semrl_jax.support import compilation, console
+from semrl_jax.support import compilation, console, notebook
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.console import (
     LINE_WIDTH,
@@ -163,10 +164,10 @@ def test_colours_and_bars_are_on_terminals_only(monkeypatch):
         monkeypatch.setattr(sys, "stdout", output)
         reporter = Reporter()
         reporter.ending("done", {}, [["launch.train"]])
-        assert reporter.is_terminal is is_terminal
+        assert reporter.shows_bars is is_terminal
         assert ("\x1b[36m" in output.getvalue()) is is_terminal
     output.isatty = lambda: True
-    assert not Reporter(quiet=True).is_terminal  # no bar
+    assert not Reporter(quiet=True).shows_bars  # no bar
 
 
 def test_paths_below_the_working_directory_are_relative(tmp_path, monkeypatch):
@@ -206,3 +207,65 @@ def test_the_line_of_a_step_with_an_environment():
     assert summary_line(3, 10, scalars, None) == f"{begin}  ER 20.0  9.8 s"
     failed = summary_line(3, 10, scalars | {"episode/failed_fraction": 0.5}, None)
     assert failed == f"{begin}  failed 50.0%  ER 20.0"  # the time does not fit
+
+
+class Cell:
+    """What a cell shows: elements by number, and all states that they had."""
+
+    def __init__(self):
+        self.states = []
+
+    def display(self, shown, raw=False, display_id=None):
+        self.states.append(shown)
+        return self
+
+    def update(self, shown, raw=False):
+        self.states.append(shown)
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """A cell of a notebook, and a reporter in it."""
+    found = Cell()
+    monkeypatch.setattr("IPython.display.display", found.display)
+    monkeypatch.setattr(notebook, "is_notebook", lambda: True)
+    monkeypatch.setattr(notebook, "REDRAW_S", 0.01)
+    return found
+
+
+def test_a_cell_shows_one_bar_with_the_last_line(cell, capsys):
+    reporter = Reporter()
+    assert reporter.shows_bars
+    with reporter.bar("train", 3, "steps", done=1) as bar:
+        for step in (2, 3):
+            bar.status("sample <1>")
+            while "sample" not in cell.states[-1]["text/plain"]:
+                time.sleep(0.01)
+            bar.advance()
+            bar.line(f"step {step}/3")
+        reporter.line("eval 3")
+    assert capsys.readouterr().out == "eval 3\n"
+    assert any("sample &lt;1&gt;" in shown["text/html"] for shown in cell.states)
+    last = cell.states[-1]
+    assert re.fullmatch(r"train 3/3, .*\nstep 3/3", last["text/plain"])
+    assert '<progress value="3" max="3"' in last["text/html"]
+    assert "step 2/3" not in last["text/html"]
+    count = len(cell.states)
+    time.sleep(0.05)
+    assert len(cell.states) == count  # it is not drawn after the end
+
+
+def test_a_cell_of_a_quiet_reporter_has_no_bar(cell, capsys):
+    for reporter in (Reporter(quiet=True), Reporter(silent=True)):
+        with reporter.bar("train", 1, "steps") as bar:
+            bar.line("step 1/1")
+    assert not cell.states and capsys.readouterr().out == ""
+
+
+def test_a_table_in_a_cell_is_one(cell, monkeypatch):
+    shown = []
+    monkeypatch.setattr("rich.jupyter.display", lambda segments, text: shown.append(text))
+    table = Table("name", "value")
+    table.add_row("a" * 120, "1")
+    Reporter().table(table)
+    assert len(shown) == 1 and max(map(len, shown[0].splitlines())) > 120
