@@ -43,7 +43,8 @@ def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     if RELEASE.items() <= fields.items():
         others = {name: value for name, value in fields.items() if name not in RELEASE}
         fields = others | {"shaping.reproduce_release": True}
-    if fields.get("rollout.in_flight") == "abort":  # which did nothing in a training run
+    few = fields.get("rollout.max_staleness", 0) < 2
+    if fields.get("rollout.in_flight") in ("abort", *["keep"] * few):  # which did nothing
         fields = {**fields, "rollout.in_flight": "wait"}
     return {
         MOVED.get(name, name): value

@@ -196,11 +196,12 @@ def test_a_run_continues_without_a_removed_setting_that_it_had_off(config, tmp_p
         for part in sections:
             section = section.setdefault(part, {})  # a section may be gone
         section[name] = off
-    record["config"]["rollout"]["in_flight"] = "abort"  # a value that did nothing
-    file.write_text(json.dumps(record))
-    reopened = open_workdir(str(tmp_path / "run"), config)
-    reopened.close()
-    assert reopened.changed == ()
+    for did_nothing in ("abort", "keep"):
+        record["config"]["rollout"]["in_flight"] = did_nothing
+        file.write_text(json.dumps(record))
+        reopened = open_workdir(str(tmp_path / "run"), config)
+        reopened.close()
+        assert reopened.changed == ()
     assert recorded.get_config(str(file)).seed == config.seed
     # Evaluations may change, also by a setting that is gone.
     record["config"]["evaluation"]["metric_options"]["window_growth"] = 1.25
