@@ -108,6 +108,7 @@ def make_plan(
         rows = f"{training.micro_batch_tokens} tokens per data shard"
     plan = {
         "topology": where.name,
+        "accelerator_type": where.accelerator_type,
         "chips": where.num_chips,
         "mesh": dict(mesh.shape),
         "remat": config.model.remat,

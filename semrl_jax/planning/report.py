@@ -18,7 +18,7 @@ def headline(plan: Mapping[str, Any]) -> list[str]:
     mesh = " ".join(f"{axis} {size}" for axis, size in plan["mesh"].items() if size > 1)
     chips = f"{plan['chips']} chips, {mesh}" if mesh else "1 chip"
     lines = [
-        f"{plan['topology']}: {chips}, remat {plan['remat']}, "
+        f"{plan['topology']} ({plan['accelerator_type']}): {chips}, remat {plan['remat']}, "
         f"micro-batch {plan['micro_batch_size']}",
         f"model: {_parameters(plan['parameters'])} parameters",
         f"{'fits' if plan['fits'] else 'DOES NOT FIT'}: {used:.2f} of {limit:.2f} GiB per chip",
