@@ -1,4 +1,4 @@
-"""TPU chips and the slices that can be rented: public facts, no measurement.
+"""TPU chips and their slices, GPU cards and clusters of them: public facts, no measurement.
 
 Sources: docs.cloud.google.com/tpu/docs/v5e, .../v5p and .../v6e, tables "key specifications" and
 "configurations" (read 2026-11). The number of an accelerator type counts TensorCores for v5p, of
@@ -7,12 +7,17 @@ direction, the bandwidth of its chip over twice the number of links. "How to sca
 (jax-ml.github.io/scaling-book/tpus) gives 10 % less per link, which it calls achievable:
 `ICI_SHARE`. `Slice.has_ring` says which axes have wraparound links: in v5p all
 axes of a slice of whole cubes of 4x4x4 chips, in v5e and v6e an axis of 16 chips.
+
+Cards: NVIDIA's data sheets of H100, H200 and A100 (columns SXM) and of L40S. A peak is of bfloat16
+products without sparsity, half of what a sheet gives with it. Links are NVLink in one direction,
+half of a sheet's sum of both; an L40S has PCIe only.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -39,6 +44,11 @@ class Chip(NamedTuple):
     def link_bandwidth(self) -> float | int:
         """Achievable bytes per second of one link in one direction."""
         return ICI_SHARE * self.ici_bandwidth / (2 * self.num_links)
+
+    @property
+    def node_bandwidth(self) -> float | int:
+        """Achievable bytes per second that it can send over all its links."""
+        return self.link_bandwidth * self.num_links
 
     @property
     def sizes(self) -> Mapping[int, str]:
@@ -68,6 +78,28 @@ CHIPS = {
         Chip("v6e", "v6e", 1, 32 * GB, 1638 * GB, 918e12, 800 * GB, 4, 16, _FLAT),
     )
 }
+
+
+class Card(NamedTuple):
+    """One GPU."""
+
+    name: str  # as in a topology
+    hbm_bytes: float | int
+    hbm_bandwidth: float | int  # bytes per second
+    flops: float | int  # bfloat16 products, floating point operations per second
+    node_bandwidth: float | int  # bytes per second that it can send to the cards of its node
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("h100", 80 * GB, 3350 * GB, 989.4e12, 450 * GB),
+        Card("h200", 141 * GB, 4800 * GB, 989.4e12, 450 * GB),
+        Card("a100-80", 80 * GB, 2039 * GB, 312e12, 300 * GB),
+        Card("a100-40", 40 * GB, 1555 * GB, 312e12, 300 * GB),
+        Card("l40s", 48 * GB, 864 * GB, 362.05e12, 32 * GB),
+    )
+}
 _BY_PREFIX = {name: chip for chip in CHIPS.values() for name in (chip.name, chip.prefix)}
 
 
@@ -76,6 +108,11 @@ class Slice(NamedTuple):
 
     chip: Chip
     shape: tuple[int, ...]  # chips along each dimension of the torus
+
+    @property
+    def per_node(self) -> int:
+        """Chips of a host; a slice of eight may also have one host."""
+        return min(4, self.num_chips)
 
     @property
     def num_chips(self) -> int:
@@ -102,13 +139,51 @@ class Slice(NamedTuple):
         return is_whole and size % multiple == 0
 
 
+class Cluster(NamedTuple):
+    """Nodes with GPUs, all of them in one run."""
+
+    chip: Card
+    nodes: int
+    per_node: int
+
+    @property
+    def num_chips(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def name(self) -> str:
+        """The name, as the flag takes it."""
+        return f"{self.chip.name}:{self.nodes}x{self.per_node}"
+
+    @property
+    def hbm_bytes(self) -> float | int:
+        return self.num_chips * self.chip.hbm_bytes
+
+
+def find_cluster(text: str) -> Cluster | None:
+    """The cluster of a flag such as "h100:4x8"; None if it names no card, UserError if no size."""
+    name, _, size = text.partition(":")
+    if name not in CARDS:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d?)", size)
+    if found is None:
+        raise UserError(
+            f"--topology={text!r:.100}: the size of a GPU cluster is nodes x GPUs of each node, "
+            f"as in {name}:4x8."
+        )
+    return Cluster(CARDS[name], int(found[1]), int(found[2]))
+
+
 def find_slice(text: str) -> Slice:
     """The slice of a flag such as "v5p:2x4x4" or "v5p-64"; UserError if it cannot be rented."""
     name, colon, shape = text.partition(":")
     kind, _, number = text.partition("-")
     chip = CHIPS.get(name) or _BY_PREFIX.get(kind)
     if chip is None:
-        known = f"the chip must be one of {', '.join(CHIPS)}, as in v5p:2x4x4 or v5p-64"
+        known = (
+            f"the chip must be one of {', '.join(CHIPS)}, as in v5p:2x4x4 or v5p-64, or the GPU "
+            f"one of {', '.join(CARDS)}, as in h100:4x8"
+        )
     elif not colon and kind != text:
         shape = chip.sizes.get(int(number) if number.isdecimal() else 0, "")
         counts = "chips" if chip.num_cores == 1 else "TensorCores, two per chip"

@@ -134,7 +134,7 @@ def test_a_plan_of_which_one_program_does_not_fit():
     names, sizes, of_engine = rows["memory_table"]
     assert dict(zip(names, zip(sizes, of_engine))) == {
         "parameters": ("1.000", ""), "batch": ("0.000", ""), "cache": ("", "1.000"),
-        "temporary": ("0.000", ""), "output": ("", ""), "code": ("", ""),
+        "temporary": ("0.000", ""),
         "total": ("2.000", "4.000"), "stays: reference": ("1.000", "1.000"),
     }  # fmt: skip
     assert rows["time_table"][2] == ["2", "does not fit"]
