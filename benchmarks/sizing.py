@@ -3,7 +3,8 @@
     python -m benchmarks.sizing
 
 The settings are those of `configs/verl/grpo_qwen2_5_7b.py`, with one sequence per device and
-micro-batch. Every row is `launch.plan --estimate`, so nothing is compiled and nothing runs.
+micro-batch, and `model.remat=full` for 32B. Every row is `launch.plan --estimate`, so nothing is
+compiled and nothing runs.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ def row(model: str, topology: str, replica_nodes: int) -> list[str]:
     """One line of the table."""
     config = grpo_qwen2_5_7b.get_config()
     config.model.path = f"Qwen/Qwen2.5-{model}"
-    if not replica_nodes:
+    split = model == "32B"  # its weights, over the devices of a host
+    config.model.remat = "full" if split else "dots"
+    if replica_nodes:
+        config.rollout.vllm_tensor_parallelism = 4 if split else 1
+    elif split:
+        config.rollout.jax_tensor_parallelism = -1
+    else:
         config.rollout.jax_data_parallelism = -1
-    elif model == "32B":
-        config.rollout.vllm_tensor_parallelism = 4
     try:
         where, architecture = plan.check(config, topology, compiles=False)
     except UserError as error:

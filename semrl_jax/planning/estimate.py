@@ -30,7 +30,8 @@ from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import PASS, UPDATE, PassPlan
 
-MOST_OF_A_CARD = 0.9  # for arrays; the rest is for CUDA, NCCL and what the formula leaves out
+MOST_OF_A_CARD = 0.9  # for arrays; the rest is for CUDA and NCCL
+MARGIN = 1.15  # compiled updates need up to so much of the formula, see docs/plan.md
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ def make_estimate(
         "remat": model.remat,
         "micro_batch_size": training.micro_batch_size,
         "parameters": memory.num_parameters(architecture),
-        "fits": peak <= most * where.chip.hbm_bytes and (replica is None or replica["fits"]),
+        "fits": MARGIN * peak <= most * where.chip.hbm_bytes and (not replica or replica["fits"]),
         "hbm_bytes": where.chip.hbm_bytes,
         "peak_bytes": peak,
         "most_of_a_card": most,

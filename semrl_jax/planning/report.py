@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from semrl_jax.planning.estimate import MARGIN
 from semrl_jax.planning.slice_programs import ADDED
 
 GIB = 2**30
@@ -48,8 +49,8 @@ def _estimate_lines(plan: Mapping[str, Any]) -> list[str]:
     lines = []
     if most < 1.0:
         lines.append(
-            f"arrays of the trainer take {share:.0%} of a card and may take {most:.0%}: set "
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION={most:.2g} (JAX takes 0.75 by default)"
+            f"arrays take {share:.0%} of a card by the formula, and {share * MARGIN:.0%} with a "
+            f"margin; set XLA_PYTHON_CLIENT_MEM_FRACTION={most:.2g} (JAX takes 0.75 without it)"
         )
     if plan["replica"] is None:
         lines.append("sampling is on other machines (rollout.addresses), and not in this estimate")
