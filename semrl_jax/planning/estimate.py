@@ -157,50 +157,66 @@ def _training(
     states = responses * length / shards * architecture.hidden_size * architecture.num_layers
     of_states = 4 * states * number * (1 - 1 / tensor)  # of one pass: two sums in each layer
     gathered = number * kernels * (1 - 1 / fsdp)
-    summed = 4 * trained * ((1 - 1 / fsdp) + 2 / fsdp * (1 - 1 / replica))
+    scattered = 4 * trained * (1 - 1 / fsdp)
+    summed = 2 * 4 * trained / fsdp * (1 - 1 / replica)
     held = sum(sizes.get(kind, 0) for kind in ("parameters", "adapters", "optimiser", "gradients"))
     references = {kind: int(plan.reference == kind) for kind in (UPDATE, PASS)}
     update = _times(
         where,
-        mesh.size,
+        mesh,
         needed=needed.training + references[UPDATE] * of_reference,
         executed=needed.training + again + references[UPDATE] * of_reference,
         moved=micro * ((3 + references[UPDATE]) * number * kernels + 2 * sizes["activations"])
         + 2 * held,
-        sent=micro * ((2 + references[UPDATE]) * gathered + summed) + 2 * of_states,
+        sent={
+            "fsdp": micro * ((2 + references[UPDATE]) * gathered + scattered),
+            "replica": micro * summed,
+            "tensor": 2 * of_states,
+        },
     )
     updates = -(-config.data.prompts_per_step // training.prompts_per_minibatch)
     found = {"update": update | {"runs": updates, "bytes": sizes | {"total": sum(sizes.values())}}}
     if count := int(plan.has_pass) + references[PASS]:
         forward = int(plan.has_pass) * needed.forward + references[PASS] * of_reference
-        sent = count * (micro * gathered + of_states)
-        one = _times(where, mesh.size, forward, forward, count * micro * number * kernels, sent)
+        sent = {"fsdp": count * micro * gathered, "tensor": count * of_states}
+        one = _times(where, mesh, forward, forward, count * micro * number * kernels, sent)
         found["pass"] = one | {"runs": updates}
     return found
 
 
 def _times(
     where: Cluster | Slice,
-    num_devices: int,
+    mesh: Mesh,
     needed: float | int,
     executed: float | int,
     moved: float | int,
-    sent: float | int,
+    sent: Mapping[str, float | int],
 ) -> dict[str, Any]:
-    """A program by its operations on all devices, and bytes that one device moves and sends."""
-    chip = where.chip
-    compute, hbm = executed / num_devices / chip.flops, moved / chip.hbm_bandwidth
-    # The network between nodes is not known, so only the sending within one node has a time.
-    inside = isinstance(where, Slice) or num_devices <= where.per_node
-    links = sent / chip.node_bandwidth if inside else 0.0
-    times = roofline.Times(compute, hbm, max(compute, hbm), links, 0.0)
+    """A program by its operations on all devices, and the bytes that one of them moves and sends.
+
+    Args:
+      sent: bytes by mesh axis. In a ring around several nodes, they leave a node once for each
+        group of its devices.
+    """
+    chip, count = where.chip, mesh.size
+    inside, leaving, stride = 0.0, 0.0, count
+    for axis, size in mesh.shape.items():
+        stride //= size
+        bytes_, is_far = sent.get(axis, 0.0), stride * size > where.per_node
+        if is_far and not isinstance(where, Slice):
+            leaving += bytes_ * min(stride, where.per_node)
+        else:
+            inside += bytes_
+    compute, hbm = executed / count / chip.flops, moved / chip.hbm_bandwidth
+    # The network between nodes is not known, so only the sending within a node has a time.
+    times = roofline.Times(compute, hbm, max(compute, hbm), inside / chip.node_bandwidth, 0.0)
     return {
-        "flops": executed / num_devices,
-        "needed_flops": needed / num_devices,
+        "flops": executed / count,
+        "needed_flops": needed / count,
         "times_s": times._asdict() | {"total": times.total},
-        "mfu": needed / num_devices / times.total / chip.flops,
+        "mfu": needed / count / times.total / chip.flops,
         "bound": times.bound.replace("ICI", "links"),
-        "sent_bytes": sent,
+        "leaving_bytes": leaving,
         "compiler_options": {},
     }
 
@@ -252,6 +268,7 @@ def _replica(
         num_columns=2 * prompt + response,  # of which a token attends to half, on average
         num_slots=count * response,
     ).forward
+    own_mesh = models.make_mesh({"tensor": cards}, list(mesh.devices.flat)[:1] * cards)
     read = weights + slots * (prompt + response / 2) * per_token
     sizes = {"replica weights": weights, "cache": slots * per_response}
     return {
@@ -263,5 +280,5 @@ def _replica(
         "fits": fitting >= 1,
         "bytes": sizes | {"total": sum(sizes.values())},
         "weight_bytes": weights * cards,
-        "program": _times(where, cards, flops, flops, steps * read, 0.0) | {"runs": 1},
+        "program": _times(where, own_mesh, flops, flops, steps * read, {}) | {"runs": 1},
     }

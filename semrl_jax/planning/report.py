@@ -49,8 +49,8 @@ def _estimate_lines(plan: Mapping[str, Any]) -> list[str]:
     lines = []
     if most < 1.0:
         lines.append(
-            f"arrays take {share:.0%} of a card by the formula, and {share * MARGIN:.0%} with a "
-            f"margin; set XLA_PYTHON_CLIENT_MEM_FRACTION={most:.2g} (JAX takes 0.75 without it)"
+            f"arrays: {share:.0%} of a card, {share * MARGIN:.0%} with a margin; set "
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={most:.2g} (default 0.75)"
         )
     if plan["replica"] is None:
         lines.append("sampling is on other machines (rollout.addresses), and not in this estimate")
@@ -59,14 +59,14 @@ def _estimate_lines(plan: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"replicas: {replica['copies']} of {replica['cards']} device(s), "
             f"{replica['slots']} of {replica['responses']} responses side by side"
-            f"{'' if replica['fits'] else ', WHICH DO NOT FIT'}; each new version of the weights "
-            f"is {replica['weight_bytes'] / GIB:.3g} GiB per replica"
+            f"{'' if replica['fits'] else ', WHICH DO NOT FIT'}; "
+            f"{replica['weight_bytes'] / GIB:.3g} GiB of weights to each"
         )
     update = plan["programs"]["update"]
-    if sent := update["sent_bytes"]:
+    if sent := update["leaving_bytes"]:
         rate = sent / update["times_s"]["total"] / 1e9
         lines.append(
-            f"a device sends {sent / GIB:.3g} GiB per update: {rate:.3g} GB/s to overlap it all"
+            f"network: {sent / GIB:.3g} GiB leave a node per update, {rate:.3g} GB/s to overlap all"
         )
     return lines
 
@@ -147,4 +147,4 @@ def _table(title: str, *columns: str) -> Table:
 
 def _short(value: float | int) -> str:
     """Three digits; of values below 0.001 only that, so that a table stays narrow."""
-    return "<0.001" if 0 < value < 0.001 else f"{value:.3g}"
+    return "<0.001" if 0 < value < 0.001 else f"{value:.0f}" if value > 999 else f"{value:.3g}"

@@ -253,9 +253,11 @@ def test_every_pod_finds_its_place(manifest, slices):
 SRUN = """
 if [[ "$*" == *--relative=* ]]; then
   printf '%s\\n' "$@" > "$RECORDS/replicas"
-  cp "$(sed -n 's/^--tls_certificate=//p' "$RECORDS/replicas")" "$RECORDS/tls.pem"
+  certificate=$(sed -n 's/^--tls_certificate=//p' "$RECORDS/replicas")
+  cp "$certificate" "$RECORDS/tls.pem"
   printf '%s' "$SEMRL_ROLLOUT_TOKEN" > "$RECORDS/token"
-  [[ -z ${REPLICAS_END:-} ]] || exit "$REPLICAS_END"
+  [[ ${REPLICAS_END:-} != 2 ]] || touch "${certificate%/*}/wrong"
+  [[ -z ${REPLICAS_END:-} ]] || exit 143  # as srun, if it ended other tasks
   exec sleep 60
 fi
 [[ -z ${REPLICAS_END:-} ]] || sleep 1
@@ -373,15 +375,24 @@ def test_slurm_starts_a_failed_replica_again(tmp_path):
     """Runs what a task of the replicas' step runs, with a replica that fails once."""
     _, recorded = sbatch(tmp_path, "0,0")
     step = recorded["replicas"]
-    again = "\n".join(step[step.index("-c") + 1 : step.index("replica")])
+    first = next(i for i, word in enumerate(step) if word.endswith("/wrong"))
+    again = "\n".join(step[step.index("-c") + 1 : first])
     executable(tmp_path / "sleep", "exit 0")
     replica = tmp_path / "once"
     executable(replica, 'echo "$@"; [[ -e ${0}d ]] && exit 0; touch "${0}d"; exit 1')
     environment = os.environ | {"SLURM_LOCALID": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", again, "replica", replica], env=environment, capture_output=True, text=True
-    )
+
+    def task(*command):
+        words = ["bash", "-c", again, tmp_path / "wrong", *command]
+        return subprocess.run(words, env=environment, capture_output=True, text=True)
+
+    done = task(replica)
     assert (done.returncode, done.stdout) == (0, "--port=50052\n" * 2)
+    assert not (tmp_path / "wrong").exists()
+    executable(replica, 'echo "$@"; exit 2')
+    done = task(replica)
+    assert (done.returncode, done.stdout) == (2, "--port=50052\n" * 6)
+    assert (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize("code", slow_after(2, RESTARTS))

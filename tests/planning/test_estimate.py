@@ -87,13 +87,26 @@ def test_replicas_on_nodes_of_their_own():
     read = PARAMETERS + 32 * (PROMPT + RESPONSE / 2) * per_token  # for each of 768 tokens
     assert sample["times_s"]["hbm"] == pytest.approx(RESPONSE * read / 3350e9)
     update = found["programs"]["update"]["times_s"]
-    assert update["ici_async"] == 0  # the network between nodes is not known
     both = update["total"] + sample["times_s"]["total"]
     assert found["step_s"] == pytest.approx(both)
     ahead = estimated(
         "h100:4x8", 2, **{"rollout.vllm_tensor_parallelism": 2, "rollout.max_staleness": 1}
     )
     assert ahead["step_s"] < both and ahead["programs"]["update"]["bytes"]["earlier weights"]
+
+
+def test_what_leaves_a_node():
+    """Gathers around 16 cards of two nodes leave each node once; sums of eight pairs, eight times.
+
+    In the second mesh, gathers stay within a node.
+    """
+    whole = estimated("h100:2x8")["programs"]["update"]
+    assert whole["times_s"]["ici_async"] == 0  # the network between nodes is not known
+    assert whole["leaving_bytes"] == pytest.approx(16 * 15 / 16 * PARAMETERS * (2 * 2 + 4))
+    pairs = estimated("h100:2x8", **{"mesh.replica": 2, "mesh.fsdp": 8})["programs"]["update"]
+    assert pairs["leaving_bytes"] == pytest.approx(16 * 8 * 2 * 4 * PARAMETERS / 8 / 2)
+    sent = 16 * 7 / 8 * PARAMETERS * (2 * 2 + 4)
+    assert pairs["times_s"]["ici_async"] == pytest.approx(sent / 450e9)
 
 
 def test_an_engine_on_the_cards_of_the_trainer_takes_turns_with_it():
