@@ -363,6 +363,14 @@ def test_slurm_without_replicas_leaves_time_to_save(tmp_path):
     assert before_end >= config.training.grace_s + 60  # Slurm may be a minute early or late
 
 
+@pytest.mark.parametrize("wrong", [{"REPLICA_NODES": "4"}, {"REPLICA_GPUS": "16"}])
+def test_slurm_refuses_too_many_nodes_or_gpus_of_replicas(tmp_path, wrong):
+    result, recorded = sbatch(tmp_path, "0,0", SLURM_GPUS_ON_NODE="8", **wrong)
+    assert result.returncode == 2 and not recorded
+    ((name, value),) = wrong.items()
+    assert f"{name}={value}" in result.stdout
+
+
 @pytest.mark.parametrize(("ends", "expected"), [("2", 2), ("0", 75)])
 def test_slurm_ends_with_replicas_of_a_wrong_setting_only(tmp_path, ends, expected):
     """Replicas that were asked to end, as before a preemption, leave the trainers time to save."""
