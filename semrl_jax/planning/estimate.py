@@ -74,7 +74,9 @@ def make_estimate(
     policy = models.Policy(architecture, model.compute_dtype, model.remat)
     fields = {"plan": passes, "policy": policy, "lora": lora_of(config, architecture)}
     inputs = Inputs(**dict.fromkeys(Inputs._fields) | fields)
-    sizes = dict(memory.memory_parts(config, inputs, mesh))
+    others = dict(memory.memory_parts(config, inputs, mesh))
+    del others[memory.UPDATE]  # the sum of `update_sizes`
+    sizes = memory.update_sizes(config, inputs, mesh) | others
     weights, cache = sizes.pop(memory.REPLICA, 0), sizes.pop(memory.CACHE, 0)
     sizes["optimiser"] = sizes.pop(config.optimizer.name)
     programs = _training(config, where, mesh, inputs, sizes)

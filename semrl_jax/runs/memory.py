@@ -27,7 +27,7 @@ from semrl_jax.training.update_memory import PerParameter, update_parts
 
 PARAMETERS, ADAPTERS, BASE, GRADIENTS = "parameters", "adapters", "base", "gradients"
 REFERENCE, REPLICA, CACHE = "reference", "replica", "its cache"
-EARLIER = "earlier weights"
+UPDATE, EARLIER = "update", "earlier weights"
 
 
 def check_room(
@@ -170,25 +170,23 @@ class _Sizes:
         return width(dtype) * min(count, num_parameters(architecture))
 
 
-def memory_parts(
+def update_sizes(
     config: ml_collections.ConfigDict, inputs: Inputs, mesh: Mesh
-) -> Mapping[str, float | int]:
-    """Bytes of one device by what takes them; estimates, see docs/memory.md."""
-    architecture, training, rollout = inputs.policy.config, config.training, config.rollout
-    is_host = is_machine(mesh)  # what is offloaded is in the same memory
-    params = num_parameters(architecture, mesh)
-    trained = num_trained(architecture, inputs.lora, mesh)
+) -> dict[str, float | int]:
+    """Bytes of one device in an update of the policy, by what takes them; estimates."""
+    training, rollout = config.training, config.rollout
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     rows = training.micro_batch_size / math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
     if training.micro_batch_tokens:
         rows = training.micro_batch_tokens / length
     per = per_parameter(config, "training", inputs.policy, inputs.lora)
-    parts = {
+    trained = num_trained(inputs.policy.config, inputs.lora, mesh)
+    return {
         PARAMETERS if inputs.lora is None else ADAPTERS: per.parameter * trained,
         config.optimizer.name: per.state * trained,
         GRADIENTS: per.gradients * trained,
     } | update_parts(
-        architecture,
+        inputs.policy.config,
         config.model.remat,
         num_rows=rows,
         num_columns=length / mesh.shape["sequence"],
@@ -198,9 +196,19 @@ def memory_parts(
         fsdp=mesh.shape["fsdp"],
         tensor=mesh.shape["tensor"],
     )
+
+
+def memory_parts(
+    config: ml_collections.ConfigDict, inputs: Inputs, mesh: Mesh
+) -> Mapping[str, float | int]:
+    """Bytes of one device by what takes them; estimates, see docs/memory.md."""
+    architecture, training, rollout = inputs.policy.config, config.training, config.rollout
+    is_host = is_machine(mesh)  # what is offloaded is in the same memory
+    params = num_parameters(architecture, mesh)
+    parts = {UPDATE: sum(update_sizes(config, inputs, mesh).values())}
     if copies := num_earlier(rollout):
         dtype = weight_dtype(config) if inputs.lora is None else "float32"
-        parts[EARLIER] = copies * width(dtype) * trained
+        parts[EARLIER] = copies * width(dtype) * num_trained(architecture, inputs.lora, mesh)
     is_away = "reference" in training.offload and not is_host
     if inputs.lora is not None:  # the base is the reference
         parts[BASE] = width(config.lora.base_dtype) * params

@@ -51,7 +51,7 @@ def test_an_interrupt_has_no_grace_time(monkeypatch):
 
 
 def test_a_signal_during_the_handler_of_another_changes_nothing(stop, monkeypatch):
-    """As from Slurm, which signals a step again when it cancels the step."""
+    """Slurm signals a step again when it cancels the step."""
     names = signal.Signals
 
     def interrupted(number):

@@ -171,4 +171,5 @@ def test_the_estimate_is_near_the_compiled_plan(tmp_path, topology):
     compiled = planned(tmp_path, topology, "--programs=update")["programs"]["update"]
     found = planned(tmp_path, topology, "--estimate")["programs"]["update"]
     assert found["needed_flops"] == compiled["needed_flops"]
-    assert found["bytes"]["total"] == pytest.approx(compiled["bytes"]["total"], rel=0.3)
+    least = compiled["bytes"]["total"]  # a small model on one chip needs less than the formula says
+    assert least < estimate.MARGIN * found["bytes"]["total"] < 1.75 * least

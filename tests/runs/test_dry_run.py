@@ -83,7 +83,7 @@ def test_adapters_and_a_critic_in_a_dry_run(config, tmp_path, capsys):
         config.lora.rank = rank
         assert dry_run(config, str(tmp_path / "run")) == 0
         lines = capsys.readouterr().out.splitlines()
-        (line,) = (line for line in lines if "activations" in line and "MiB" in line)
+        (line,) = (line for line in lines if "update" in line and "MiB" in line)
         parts = [part.rsplit(" ", 2) for part in line.strip().split(", ")]
         found.append({name: float(size) for name, size, _ in parts})
     everything, adapters = found
