@@ -31,8 +31,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/*.md", "third_party/*/README.md")
 # Programs that are not ours. The check does not know other programs, and reports them.
 FOREIGN = (
-    "cd", "curl", "docker", "export", "git", "grep", "kubectl", "mkdir", "openssl", "pip", "printf",
-    "ruff", "sbatch", "source", "srun",
+    "cd", "curl", "docker", "export", "gcloud", "git", "grep", "kubectl", "mkdir", "openssl", "pip",
+    "printf", "ruff", "sbatch", "source", "srun", "tail",
 )  # fmt: skip
 SHELL_VALUE = re.compile(r"\$\([^()]*(\([^()]*\))*[^()]*\)|\$\w+")  # $NAME, $(command)
 PYTHON = re.compile(r"(\S*/)?python3?")

@@ -27,6 +27,7 @@ class StopRequest:
 
     def __init__(self, grace_s: float, exit_code: int, forward: Callable[[], None] = lambda: None):
         self._signal_name = ""
+        self._first = threading.Lock()  # taken by the first signal; the next may interrupt it
         self._num_interrupts = 0  # SIGINT
         self._main_thread = 0  # 0 unless the handlers are installed
         self._forward = forward
@@ -109,7 +110,7 @@ class StopRequest:
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts > 1:
             raise KeyboardInterrupt
-        if self._signal_name:
+        if not self._first.acquire(blocking=False):
             return
         self._signal_name = signal.Signals(number).name
         if number == signal.SIGTERM:

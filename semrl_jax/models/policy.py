@@ -137,8 +137,7 @@ class Policy:
           states: row t is the state whose logits produced token t.
           token_ids: int32.
           temperature: divides the logits, > 0; the rollout temperature (METHOD: both algorithms).
-          max_logits: float32 logits that a device holds at once; None: 16 MiB on a CPU, whose cache
-            then holds most of them, and 64 MiB on other devices.
+          max_logits: float32 logits that a device holds at once; None: `logits_at_once`.
         """
         matrix, vocabulary_axis = self._bind(params).output_weights()
         mesh = self._split
@@ -146,7 +145,7 @@ class Policy:
             vocabulary_axis=vocabulary_axis,
             temperature=temperature,
             softcap=self.config.final_logit_softcap,
-            max_logits=max_logits or (2**22 if self._platform == "cpu" else 2**24),
+            max_logits=max_logits or logits_at_once(self._platform),
             axis=None if mesh is None else "tensor",
         )
 
@@ -240,6 +239,11 @@ class Policy:
             shardings = parameter_shardings(params, mesh)
             params = jax.lax.with_sharding_constraint(params, shardings)
         return nnx.merge(_graph(self, modules_with_adapters(params["layers"])), params)
+
+
+def logits_at_once(platform: str) -> int:
+    """Float32 logits that a device holds at once; the cache of a CPU then holds most of them."""
+    return 2**22 if platform == "cpu" else 2**24
 
 
 @functools.cache

@@ -32,6 +32,7 @@ def _qwen2(width, inner, layers, heads, kv_heads, vocabulary, tied) -> Mapping[s
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, 151_936, True),
+    "Qwen/Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2, 151_936, True),
     "Qwen/Qwen2.5-7B": _qwen2(3584, 18_944, 28, 28, 4, 152_064, False),
     "Qwen/Qwen2.5-32B": _qwen2(5120, 27_648, 64, 40, 8, 152_064, False),
     "meta-llama/Llama-3.2-3B": {

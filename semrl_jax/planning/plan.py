@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,13 @@ from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.models.of_config import lora_of
 from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import find_architecture
-from semrl_jax.planning.chips import Slice, find_slice, smallest_that_holds
+from semrl_jax.planning.chips import (
+    Cluster,
+    Slice,
+    find_cluster,
+    find_slice,
+    smallest_that_holds,
+)
 from semrl_jax.planning.slice_programs import Compiled, Programs, check_compiler, devices_of
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.memory import num_parameters, num_trained, per_parameter, size_text, width
@@ -24,12 +31,14 @@ from semrl_jax.training.passes import UPDATE
 KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # between programs, too
 
 
-def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, models.DecoderConfig]:
+def check(
+    config: ml_collections.ConfigDict, topology: str, compiles: bool = True
+) -> tuple[Slice | Cluster, models.DecoderConfig]:
     """Finds every mistake that needs no compiler.
 
-    Raises UserError for an unknown topology, a wrong config, or a model larger than the slice.
+    Raises UserError for an unknown topology, a wrong config, or a model larger than the devices.
     """
-    where = find_slice(topology)
+    where = find_cluster(topology) or find_slice(topology)
     validate(config)
     if not config.model.path:
         raise UserError("model.path is empty; set it, as --config.model.path=Qwen/Qwen2.5-7B.")
@@ -45,16 +54,25 @@ def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, mode
     architecture = find_architecture(config.model.path, config.model.family)
     check_context(config, architecture)
     lora_of(config, architecture)
-    check_compiler()
+    if compiles and isinstance(where, Slice):
+        check_compiler()
     needed = state_bytes(config, architecture)
     if needed > where.hbm_bytes:
-        holds = smallest_that_holds(needed)
+        holds = larger_ones(where, needed)
         fitting = f"it fits into {' or '.join(holds)}" if holds else "no slice holds it"
         raise UserError(
             f"--topology={where.name} has {size_text(where.hbm_bytes)} of memory, and the state of "
             f"{config.model.path} takes {size_text(needed)}; {fitting}, if its mesh splits all."
         )
     return where, architecture
+
+
+def larger_ones(where: Slice | Cluster, num_bytes: float | int) -> list[str]:
+    """Slices, or a cluster of the same nodes, with so much memory."""
+    if isinstance(where, Slice):
+        return smallest_that_holds(num_bytes)
+    nodes = math.ceil(num_bytes / (where.per_node * where.chip.hbm_bytes))
+    return [where._replace(nodes=nodes).name]
 
 
 def state_bytes(
@@ -108,6 +126,7 @@ def make_plan(
         rows = f"{training.micro_batch_tokens} tokens per data shard"
     plan = {
         "topology": where.name,
+        "accelerator_type": where.accelerator_type,
         "chips": where.num_chips,
         "mesh": dict(mesh.shape),
         "remat": config.model.remat,
@@ -184,12 +203,15 @@ def _read(compiled: Compiled, programs: Programs) -> dict[str, Any]:
     }
 
 
-def advice(config: ml_collections.ConfigDict, plan: Mapping[str, Any], where: Slice) -> list[str]:
+def advice(
+    config: ml_collections.ConfigDict, plan: Mapping[str, Any], where: Slice | Cluster
+) -> list[str]:
     """What makes it smaller, by the size of what it reduces."""
     update, mesh = plan["programs"]["update"]["bytes"], plan["mesh"]
     state = size_text(sum(update.get(kind, 0) for kind in ("parameters", "optimiser")))
     are_rows_left = mesh["fsdp"] * mesh["replica"] < config.training.micro_batch_size
-    larger = smallest_that_holds(2 * where.hbm_bytes)
+    larger = larger_ones(where, 2 * where.hbm_bytes)
+    sampled = plan.get("replica") or {"fits": True}
     ways = {
         f"mesh.replica=1: the state ({state} per chip) is then split further": mesh["replica"] > 1,
         "a smaller training.micro_batch_size or micro_batch_tokens: fewer activations": (
@@ -208,6 +230,7 @@ def advice(config: ml_collections.ConfigDict, plan: Mapping[str, Any], where: Sl
         "rollout.jax_tensor_parallelism=-1: the engine's weights are split": (
             "decode" in plan["programs"] and config.rollout.jax_tensor_parallelism == 1
         ),
-        f"a larger slice: {' or '.join(larger)}": larger,
+        "rollout.vllm_tensor_parallelism=2: a replica's weights are split": not sampled["fits"],
+        f"more devices: {' or '.join(larger)}": larger,
     }
     return [way for way, helps in ways.items() if helps]

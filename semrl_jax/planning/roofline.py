@@ -119,7 +119,7 @@ def collective_s(
     members = [places[index] for index in collective.members]
     extents = [len(set(coordinate)) for coordinate in zip(*members)]
     rings = [
-        (extent, where.chip.has_ring(size) and extent == size)
+        (extent, where.has_ring(size) and extent == size)
         for extent, size in zip(extents, where.shape)
         if extent > 1
     ] or [(2, False)]

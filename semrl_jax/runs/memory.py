@@ -23,10 +23,11 @@ from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import NONE
-from semrl_jax.training.update_memory import PerParameter, update_bytes
+from semrl_jax.training.update_memory import PerParameter, update_parts
 
 PARAMETERS, ADAPTERS, BASE, GRADIENTS = "parameters", "adapters", "base", "gradients"
-REFERENCE, REPLICA = "reference", "replica"
+REFERENCE, REPLICA, CACHE = "reference", "replica", "its cache"
+UPDATE, EARLIER = "update", "earlier weights"
 
 
 def check_room(
@@ -115,7 +116,7 @@ def least_parts(
     if num_copies:
         dtype = weight_dtype(config) if inputs.lora is None else "float32"
         count = num_trained(architecture, inputs.lora, mesh)
-        parts["earlier weights"] = num_copies * width(dtype) * count * sizes.num_devices
+        parts[EARLIER] = num_copies * width(dtype) * count * sizes.num_devices
     if is_embedded(config) and jax.process_index() in sampling_processes(processes_of(mesh)):
         # Devices of one machine may share one copy.
         parts[REPLICA] = width(config.model.compute_dtype) * num_parameters(architecture)
@@ -169,6 +170,34 @@ class _Sizes:
         return width(dtype) * min(count, num_parameters(architecture))
 
 
+def update_sizes(
+    config: ml_collections.ConfigDict, inputs: Inputs, mesh: Mesh
+) -> dict[str, float | int]:
+    """Bytes of one device in an update of the policy, by what takes them; estimates."""
+    training, rollout = config.training, config.rollout
+    length = rollout.max_prompt_tokens + rollout.max_response_tokens
+    rows = training.micro_batch_size / math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
+    if training.micro_batch_tokens:
+        rows = training.micro_batch_tokens / length
+    per = per_parameter(config, "training", inputs.policy, inputs.lora)
+    trained = num_trained(inputs.policy.config, inputs.lora, mesh)
+    return {
+        PARAMETERS if inputs.lora is None else ADAPTERS: per.parameter * trained,
+        config.optimizer.name: per.state * trained,
+        GRADIENTS: per.gradients * trained,
+    } | update_parts(
+        inputs.policy.config,
+        config.model.remat,
+        num_rows=rows,
+        num_columns=length / mesh.shape["sequence"],
+        num_slots=rows * rollout.max_response_tokens,
+        platform=platform_of(mesh),
+        dtype=config.model.compute_dtype,
+        fsdp=mesh.shape["fsdp"],
+        tensor=mesh.shape["tensor"],
+    )
+
+
 def memory_parts(
     config: ml_collections.ConfigDict, inputs: Inputs, mesh: Mesh
 ) -> Mapping[str, float | int]:
@@ -176,27 +205,15 @@ def memory_parts(
     architecture, training, rollout = inputs.policy.config, config.training, config.rollout
     is_host = is_machine(mesh)  # what is offloaded is in the same memory
     params = num_parameters(architecture, mesh)
-    length = rollout.max_prompt_tokens + rollout.max_response_tokens
-    rows = training.micro_batch_size / math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
-    if training.micro_batch_tokens:
-        rows = training.micro_batch_tokens / length
-    per = per_parameter(config, "training", inputs.policy, inputs.lora)
-    update = update_bytes(
-        architecture,
-        config.model.remat,
-        num_trained(architecture, inputs.lora, mesh),
-        num_rows=rows,
-        num_columns=length / mesh.shape["sequence"],
-        num_slots=rows * rollout.max_response_tokens,
-        platform=platform_of(mesh),
-        per_parameter=per.in_update,
-    )
-    parts = {"update": update}
+    parts = {UPDATE: sum(update_sizes(config, inputs, mesh).values())}
+    if copies := num_earlier(rollout):
+        dtype = weight_dtype(config) if inputs.lora is None else "float32"
+        parts[EARLIER] = copies * width(dtype) * num_trained(architecture, inputs.lora, mesh)
     is_away = "reference" in training.offload and not is_host
     if inputs.lora is not None:  # the base is the reference
-        parts["base"] = width(config.lora.base_dtype) * params
+        parts[BASE] = width(config.lora.base_dtype) * params
     elif inputs.plan.reference != NONE and not is_away:
-        parts["reference"] = width(config.model.reference_dtype) * params
+        parts[REFERENCE] = width(config.model.reference_dtype) * params
     if inputs.critic is not None:
         critic = inputs.critic.config
         per = per_parameter(config, "critic", inputs.critic, inputs.lora)
@@ -208,14 +225,16 @@ def memory_parts(
         count = num_parameters(inputs.reward_model.model.config, mesh)
         parts["reward model"] = width(config.rewards.model.dtype) * count
     if is_embedded(config):
-        engine = configured_mesh(config, architecture)
+        first, *_ = devices = list(mesh.devices.flat)
+        own = [device for device in devices if device.process_index == first.process_index]
+        engine = configured_mesh(config, architecture, own)
         size = width(weight_dtype(config)) * num_parameters(architecture)
         keys = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
         shards = engine.size // engine.shape["tensor"]
         prompts, group = rows_of_slots(rollout, training.responses_per_step, shards)
         columns = prompts * (rollout.max_prompt_tokens + group * rollout.max_response_tokens)
-        parts["replica"] = size / engine.shape["tensor"]
-        parts["its cache"] = width(config.model.compute_dtype) * keys * columns / engine.size
+        parts[REPLICA] = size / engine.shape["tensor"]
+        parts[CACHE] = width(config.model.compute_dtype) * keys * columns / engine.size
     return parts
 
 

@@ -164,6 +164,11 @@ def _named_errors(path: str) -> Iterator[None]:
 
 def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[str, ...]:
     """The changed settings; UserError unless the directory is new, empty, or of such a run."""
+    if "://" in path:
+        raise UserError(
+            f"workdir={path} must be a directory of a file system, with locks and renames; name "
+            "one, and copy its checkpoints to the object store (docs/h100.md)."
+        )
     if directory.exists() and not directory.is_dir():
         raise UserError(f"workdir={path} is a file; name a directory.")
     contents = [entry.name for entry in directory.iterdir()] if directory.exists() else []

@@ -50,6 +50,21 @@ def test_an_interrupt_has_no_grace_time(monkeypatch):
             request.check()
 
 
+def test_a_signal_during_the_handler_of_another_changes_nothing(stop, monkeypatch):
+    """Slurm signals a step again when it cancels the step."""
+    names = signal.Signals
+
+    def interrupted(number):
+        monkeypatch.setattr(signal, "Signals", names)
+        terminate()
+        return names(number)
+
+    monkeypatch.setattr(signal, "Signals", interrupted)
+    terminate()
+    with pytest.raises(Preempted, match="SIGTERM"):
+        stop.check()
+
+
 def test_another_thread_handles_no_signal():
     handler = signal.getsignal(signal.SIGTERM)
     found = []

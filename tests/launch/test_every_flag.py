@@ -74,6 +74,10 @@ QUICK = [
         "--output={home}/data/gsm8k.jsonl"
     ),
     Case("problems chain_sum:max_terms=2 gcd --count=2"),
+    Case(
+        "plan --config=configs/gsm8k_qwen2_5_0_5b.py --topology=h100:2x1 --replica_nodes=1 "
+        "--estimate --json"
+    ),
     # Refused before anything is fetched; tests/launch/test_real_model.py makes one.
     Case("prepare_model --name=smollm2-135m --output={home}", code=2),
 ]
@@ -167,7 +171,7 @@ THOROUGH = [
     ),
     Case(
         "plan --config=configs/default.py --topology=v5e:1x1 --programs=update --json "
-        "--config.model.path=",
+        "--config.model.path={home}/model",
         # It needs the compiler of TPUs, which only the extra [tpu] installs.
         code=0 if find_spec("libtpu") else 2,
     ),

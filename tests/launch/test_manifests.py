@@ -248,18 +248,33 @@ def test_every_pod_finds_its_place(manifest, slices):
 
 # --- Slurm: the script runs with fake srun and scontrol, which record their arguments.
 
-# Starts two tasks as srun does, on the nodes of the job. Exits with the highest exit code.
+# Starts two tasks as srun does, on the first nodes of the job. Exits with the highest exit code. A
+# step on later nodes has the replicas: it runs until it is killed, or ends with $REPLICAS_END.
 SRUN = """
+if [[ "$*" == *--relative=* ]]; then
+  printf '%s\\n' "$@" > "$RECORDS/replicas"
+  certificate=$(sed -n 's/^--tls_certificate=//p' "$RECORDS/replicas")
+  cp "$certificate" "$RECORDS/tls.pem"
+  printf '%s' "$SEMRL_ROLLOUT_TOKEN" > "$RECORDS/token"
+  [[ ${REPLICAS_END:-} != 2 ]] || touch "${certificate%/*}/wrong"
+  [[ -z ${REPLICAS_END:-} ]] || exit 143  # as srun, if it ended other tasks
+  exec sleep 60
+fi
+[[ -z ${REPLICAS_END:-} ]] || sleep 1
 printf '%s\\n' "$@" > "$RECORDS/srun"
 while [[ $1 == --* ]]; do shift; done
 highest=0
 for task in 0 1; do
   SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=2 \
-    SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST "$@"
+    SLURM_STEP_NODELIST="gpu[05-06]" "$@"
   code=$?
   ((code > highest)) && highest=$code
 done
 exit $highest
+"""
+SCONTROL = """
+if [[ $1 == show ]]; then printf '%s\\n' gpu05 gpu06 gpu07 gpu08; exit; fi
+printf '%s\\n' "$@" > "$RECORDS/scontrol"
 """
 # In place of python: prints which process it would be, and its arguments.
 TASK = f"""exec {shlex.quote(sys.executable)} -c '
@@ -282,7 +297,7 @@ def executable(path, script):
 def sbatch(tmp_path, ends, words=(), **variables):
     """Runs the script as the batch step would; returns its result and the recorded arguments."""
     executable(tmp_path / "srun", SRUN)
-    executable(tmp_path / "scontrol", 'printf "%s\\n" "$@" > "$RECORDS/scontrol"')
+    executable(tmp_path / "scontrol", SCONTROL)
     executable(tmp_path / "python", TASK)
     records = tmp_path / "records"
     records.mkdir(exist_ok=True)
@@ -290,8 +305,8 @@ def sbatch(tmp_path, ends, words=(), **variables):
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "RECORDS": str(records),
         "ENDS": ends, "PYTHONPATH": str(ROOT),
         # A batch step has the variables of the whole job, and a SLURM_PROCID.
-        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4242", "SLURM_PROCID": "0",
-        "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "gpu[07-08]",
+        "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "4242", "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[05-08]", "SLURM_CPUS_PER_TASK": "32",
     } | variables  # fmt: skip
     copy = tmp_path / "slurm_script"  # sbatch runs a copy of it
     copy.write_text(SBATCH.read_text())
@@ -302,34 +317,90 @@ def sbatch(tmp_path, ends, words=(), **variables):
     return result, recorded
 
 
-def test_slurm_starts_the_trainer_on_every_node(tmp_path):
+def test_slurm_starts_trainers_and_replicas(tmp_path):
     result, recorded = sbatch(
-        tmp_path, "0,0", ["--config.seed=7"], ROLLOUT_ADDRESSES="r1:50051 r2:50052",
-        ROLLOUT_CA_FILE="ca.crt",
+        tmp_path, "0,0", ["--config.seed=7", "--config.training.micro_batch_size=16"],
+        SLURM_GPUS_ON_NODE="8",
     )  # fmt: skip
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
     assert "scontrol" not in recorded
-    address = f"gpu07:{61440 + 4242 % 4096}"
+    address = f"gpu05:{61440 + 4242 % 4096}"
     for index in range(2):
         assert recorded[f"task{index}"][:4] == [address, "2", str(index), "Slurm"]
     module, *words = recorded["task0"][5:]
     assert recorded["task0"][4:6] == ["-m", "launch.train"] and module == "launch.train"
     config, workdir = config_of(words)
     validate(config)
-    assert workdir == "runs/gsm8k" and config.seed == 7
-    assert tuple(config.rollout.addresses) == ("r1:50051", "r2:50052")
-    assert config.rollout.token_file == f"{tmp_path}/.semrl_rollout_token"
-    assert config.rollout.tls_ca_file == "ca.crt"
-    assert "--kill-on-bad-exit=0" in recorded["srun"] and "--wait=0" in recorded["srun"]
+    assert workdir == "runs/grpo_qwen2_5_7b" and config.seed == 7
+    ports = [f"{node}:{port}" for node in ("gpu07", "gpu08") for port in (50051, 50052)]
+    assert list(config.rollout.addresses) == ports
+    flags = {"--nodes=2", "--ntasks=2", "--cpus-per-task=32", "--kill-on-bad-exit=0", "--wait=0"}
+    assert flags <= set(recorded["srun"])
     assert run("launch.train", *words, "--help").returncode == 0
 
+    replicas = recorded["replicas"]
+    flags = {"--relative=2", "--ntasks=4", "--cpus-per-task=16", "--gpus-per-task=4"}
+    assert flags <= set(replicas)
+    module, *words = replicas[replicas.index("-m") + 1 :]
+    assert module == "launch.rollout" and "--engine=vllm" in words
+    of_replica, _ = config_of([word for word in words if word.startswith("--config")])
+    assert of_replica.rollout.vllm_tensor_parallelism == 4 and of_replica.seed == 7
+    assert run(module, *words, "--help").returncode == 0
 
-def test_slurm_leaves_time_to_save(tmp_path):
-    _, recorded = sbatch(tmp_path, "0,0")
+    assert len(recorded["token"][0]) == 64
+    read = ["openssl", "x509", "-noout", "-ext", "subjectAltName"]
+    names = subprocess.run([*read, "-in", tmp_path / "records" / "tls.pem"], capture_output=True)
+    assert b"DNS:gpu07, DNS:gpu08\n" in names.stdout
+    assert not list(tmp_path.glob(".semrl-*"))  # neither key nor token stays
+
+
+def test_slurm_without_replicas_leaves_time_to_save(tmp_path):
+    _, recorded = sbatch(tmp_path, "0,0", REPLICA_NODES="0")
+    assert "replicas" not in recorded and "--nodes=4" in recorded["srun"]
     config, _ = config_of(recorded["task0"][6:])
-    assert tuple(config.rollout.addresses) == () and config.rollout.token_file == ""
+    assert tuple(config.rollout.addresses) == () and config.rollout.tls_ca_file == ""
     before_end = int(re.search(r"^#SBATCH --signal=TERM@(\d+)$", SBATCH.read_text(), re.M)[1])
     assert before_end >= config.training.grace_s + 60  # Slurm may be a minute early or late
+
+
+@pytest.mark.parametrize("wrong", [{"REPLICA_NODES": "4"}, {"REPLICA_GPUS": "16"}])
+def test_slurm_refuses_too_many_nodes_or_gpus_of_replicas(tmp_path, wrong):
+    result, recorded = sbatch(tmp_path, "0,0", SLURM_GPUS_ON_NODE="8", **wrong)
+    assert result.returncode == 2 and not recorded
+    ((name, value),) = wrong.items()
+    assert f"{name}={value}" in result.stdout
+
+
+@pytest.mark.parametrize(("ends", "expected"), [("2", 2), ("0", 75)])
+def test_slurm_ends_with_replicas_of_a_wrong_setting_only(tmp_path, ends, expected):
+    """Replicas that were asked to end, as before a preemption, leave the trainers time to save."""
+    result, recorded = sbatch(tmp_path, "0,75", REPLICAS_END=ends)
+    assert result.returncode == expected
+    assert ("scontrol" in recorded) == (expected == 75)
+
+
+def test_slurm_starts_a_failed_replica_again(tmp_path):
+    """Runs what a task of the replicas' step runs, with a replica that fails once."""
+    _, recorded = sbatch(tmp_path, "0,0")
+    step = recorded["replicas"]
+    first = next(i for i, word in enumerate(step) if word.endswith("/wrong"))
+    again = "\n".join(step[step.index("-c") + 1 : first])
+    executable(tmp_path / "sleep", "exit 0")
+    replica = tmp_path / "once"
+    executable(replica, 'echo "$@"; [[ -e ${0}d ]] && exit 0; touch "${0}d"; exit 1')
+    environment = os.environ | {"SLURM_LOCALID": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def task(*command):
+        words = ["bash", "-c", again, tmp_path / "wrong", *command]
+        return subprocess.run(words, env=environment, capture_output=True, text=True)
+
+    done = task(replica)
+    assert (done.returncode, done.stdout) == (0, "--port=50052\n" * 2)
+    assert not (tmp_path / "wrong").exists()
+    executable(replica, 'echo "$@"; exit 2')
+    done = task(replica)
+    assert (done.returncode, done.stdout) == (2, "--port=50052\n" * 6)
+    assert (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize("code", slow_after(2, RESTARTS))

@@ -18,8 +18,28 @@ def test_links_of_a_chip():
 
 
 def test_rings_are_closed_where_the_pod_closes_them():
-    assert CHIPS["v5p"].has_ring(4) and CHIPS["v5p"].has_ring(8) and not CHIPS["v5p"].has_ring(2)
-    assert CHIPS["v5e"].has_ring(16) and not CHIPS["v5e"].has_ring(8)
+    cube, part, flat = find_slice("v5p:4x4x8"), find_slice("v5p:2x4x4"), find_slice("v5e:8x16")
+    assert cube.has_ring(4) and cube.has_ring(8)
+    assert not part.has_ring(4)  # less than a cube
+    assert flat.has_ring(16) and not flat.has_ring(8)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "num_chips"),
+    [  # docs.cloud.google.com/tpu/docs/v5p, v5e and v6e: tables of configurations
+        ("v5p-8", "v5p:2x2x1", 4),
+        ("v5p-64", "v5p:2x4x4", 32),
+        ("v5p-128", "v5p:4x4x4", 64),
+        ("v5p-12288", "v5p:16x16x24", 6144),
+        ("v5litepod-16", "v5e:4x4", 16),
+        ("v5e-16", "v5e:4x4", 16),
+        ("v6e-32", "v6e:4x8", 32),
+    ],
+)
+def test_a_slice_by_its_accelerator_type(text, name, num_chips):
+    found = find_slice(text)
+    assert (found.name, found.num_chips) == (name, num_chips)
+    assert found.accelerator_type == text.replace("v5e", "v5litepod")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +49,11 @@ def test_rings_are_closed_where_the_pod_closes_them():
         ("v5p", "v5p slices have the shapes 2x2x1"),
         ("v5p:4x4x5", "the shapes .*4x4x4"),
         ("v5e:../x", "v5e slices have the shapes"),
+        ("v5p-60", "counts TensorCores, two per chip; next to it are v5p-32, v5p-64"),
+        ("v5litepod-1000", "counts chips; next to it are v5litepod-256"),
+        ("v6e-x", "next to it are v6e-1, v6e-4"),
+        ("v5p-4", "next to it are v5p-8"),
+        ("v4-64", "one of v5e, v5p, v6e"),
     ],
 )
 def test_an_unknown_slice_is_refused_with_the_known_ones(text, message):

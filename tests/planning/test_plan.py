@@ -114,13 +114,14 @@ def test_a_plan_of_which_one_program_does_not_fit():
     programs = {"update": update, "decode": decode}
     assert plan.peak_bytes(programs, {"reference": 2**30}) == 2**32 + 2 * 2**30
     shown = {
-        "topology": "v5e:2x4", "chips": 8, "mesh": {"replica": 1, "fsdp": 8}, "remat": "dots",
+        "topology": "v5e:2x4", "accelerator_type": "v5litepod-8", "chips": 8,
+        "mesh": {"replica": 1, "fsdp": 8}, "remat": "dots",
         "micro_batch_size": 8, "parameters": 7_615_616_512, "fits": False, "hbm_bytes": 2**31,
         "peak_bytes": 6 * 2**30, "held_bytes": {"reference": 2**30}, "step_s": 7.0,
         "update_mfu": 0.4, "bound": "ICI", "programs": programs, "advice": ["less"],
     }  # fmt: skip
     assert report.headline(shown) == [
-        "v5e:2x4: 8 chips, fsdp 8, remat dots, micro-batch 8",
+        "v5e:2x4 (v5litepod-8): 8 chips, fsdp 8, remat dots, micro-batch 8",
         "model: 7.62 B parameters",
         "DOES NOT FIT: 6.00 of 2.00 GiB per chip",
         "update: 3.5 s, predicted MFU 40.0%, bound by ICI; all updates and passes of a step: 7 s",
@@ -133,7 +134,7 @@ def test_a_plan_of_which_one_program_does_not_fit():
     names, sizes, of_engine = rows["memory_table"]
     assert dict(zip(names, zip(sizes, of_engine))) == {
         "parameters": ("1.000", ""), "batch": ("0.000", ""), "cache": ("", "1.000"),
-        "temporary": ("0.000", ""), "output": ("", ""), "code": ("", ""),
+        "temporary": ("0.000", ""),
         "total": ("2.000", "4.000"), "stays: reference": ("1.000", "1.000"),
     }  # fmt: skip
     assert rows["time_table"][2] == ["2", "does not fit"]

@@ -18,7 +18,8 @@ GATHER = hlo.Collective("all-gather", (("bf16", (10**9,)),), tuple(range(64)), 1
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("Qwen/Qwen2.5-0.5B", 0.494),  # the model cards: 0.49, 7.61, 32.5 and 3.21
+        ("Qwen/Qwen2.5-0.5B", 0.494),  # the model cards: 0.49, 1.54, 7.61, 32.5 and 3.21
+        ("Qwen/Qwen2.5-1.5B", 1.544),
         ("Qwen/Qwen2.5-7B", 7.616),
         ("Qwen/Qwen2.5-32B", 32.764),
         ("meta-llama/Llama-3.2-3B", 3.213),
@@ -27,7 +28,7 @@ GATHER = hlo.Collective("all-gather", (("bf16", (10**9,)),), tuple(range(64)), 1
 def test_published_sizes(name, billions):
     assert num_parameters(find_architecture(name)) / 1e9 == pytest.approx(billions, abs=5e-4)
     assert find_architecture(f"{name}-Instruct") == find_architecture(name)
-    assert len(PUBLISHED) == 4
+    assert len(PUBLISHED) == 5
 
 
 def test_products_of_a_model():

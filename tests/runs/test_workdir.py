@@ -139,6 +139,13 @@ def test_a_refused_run_does_not_keep_the_directory_locked(config, tmp_path):
     assert caught
 
 
+def test_an_object_store_is_no_directory(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="workdir=gs://bucket/run must be a directory"):
+        open_workdir("gs://bucket/run", config)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_directory_whose_name_only_resembles_a_replicas_is_foreign(config, tmp_path):
     (tmp_path / "replica_of_the_mona_lisa").mkdir()
     with pytest.raises(UserError, match="is not empty and holds no run"):
