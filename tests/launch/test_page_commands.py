@@ -20,7 +20,7 @@ ELSEWHERE = re.compile(
     # what trains, serves or waits
     r"launch\.(train(?!.*(--explain|--dry_run))|sft|sweep|local|rollout|plan|prepare_\w+) |--serve|"
     # models, data and runs that take a download, minutes or an accelerator
-    r"Qwen/|vllm|smollm2|gemma3|0_5b|runs/calculator|_lora|adapter|environment:|"
+    r"Qwen/|vllm|smollm2|gemma3|0_5b|runs/calculator|runs/grpo_|_lora|adapter|environment:|"
     # what stands for something of the reader's
     r"\.\.\.|POLICY|--input=states "
 )

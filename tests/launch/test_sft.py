@@ -164,7 +164,7 @@ def test_two_processes_train_the_same_model(files, uninterrupted, tmp_path):
         [
             (["--config=configs/gsm8k.py"], "there is nothing to train: name files of conversatio"),
             (
-                ["--config=configs/sft.py", "--config.model.path="],
+                ["--config=configs/default.py", "--config.sft.files=chats.jsonl"],
                 "sft.files needs model.path, the mod",
             ),
         ],
