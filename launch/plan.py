@@ -27,9 +27,11 @@ CONFIG = config_flags.DEFINE_config_file(
 TOPOLOGY = flags.DEFINE_string(
     "topology", None, "slice, such as v5p-64 or v5p:2x4x4; or nodes x GPUs, such as h100:4x8"
 )
-ESTIMATE = flags.DEFINE_bool("estimate", False, "of a slice: formulas, without the compiler")
+ESTIMATE = flags.DEFINE_bool(
+    "estimate", False, "estimate a slice by formulas, without its compiler"
+)
 REPLICA_NODES = flags.DEFINE_integer(
-    "replica_nodes", 0, "of the GPU nodes: how many have vLLM replicas and do not train", 0
+    "replica_nodes", 0, "GPU nodes that have vLLM replicas and do not train", 0
 )
 PROGRAMS = flags.DEFINE_list("programs", ["update", "pass", "decode"], "programs to compile")
 JSON = flags.DEFINE_bool("json", False, "print one JSON object")

@@ -271,7 +271,7 @@ def _unsent(functions: Mapping[str, Callable[..., Any]]) -> str:
         for name, value in {**variables.globals, **variables.nonlocals}.items():
             try:
                 dump_functions(value)
-            except Exception:
+            except Exception:  # objects decide what they raise
                 found.append(name)
     return f", because of {', '.join(found)}" if found else ""
 

@@ -5,8 +5,8 @@ Sources: docs.cloud.google.com/tpu/docs/v5e, .../v5p and .../v6e, tables "key sp
 which a chip has two, and chips for v5e and v6e; each number has one shape. A link has, in one
 direction, the bandwidth of its chip over twice the number of links. "How to scale your model"
 (jax-ml.github.io/scaling-book/tpus) gives 10 % less per link, which it calls achievable:
-`ICI_SHARE`. `Slice.has_ring` says which axes have wraparound links: in v5p all
-axes of a slice of whole cubes of 4x4x4 chips, in v5e and v6e an axis of 16 chips.
+`ICI_SHARE`. Wraparound links (`Slice.has_ring`) have, in v5p, all axes of a slice of whole cubes of
+4x4x4 chips, and in v5e and v6e an axis of 16 chips.
 
 Cards: NVIDIA's data sheets of H100, H200 and A100 (columns SXM) and of L40S. A peak is of bfloat16
 products without sparsity, half of what a sheet gives with it. Links are NVLink in one direction,

@@ -165,7 +165,7 @@ def _training(
     references = {kind: int(plan.reference == kind) for kind in (UPDATE, PASS)}
     update = _times(
         where,
-        mesh,
+        mesh.shape,
         needed=needed.training + references[UPDATE] * of_reference,
         executed=needed.training + again + references[UPDATE] * of_reference,
         moved=micro * ((3 + references[UPDATE]) * number * kernels + 2 * sizes["activations"])
@@ -181,14 +181,14 @@ def _training(
     if count := int(plan.has_pass) + references[PASS]:
         forward = int(plan.has_pass) * needed.forward + references[PASS] * of_reference
         sent = {"fsdp": count * micro * gathered, "tensor": count * of_states}
-        one = _times(where, mesh, forward, forward, count * micro * number * kernels, sent)
+        one = _times(where, mesh.shape, forward, forward, count * micro * number * kernels, sent)
         found["pass"] = one | {"runs": updates}
     return found
 
 
 def _times(
     where: Cluster | Slice,
-    mesh: Mesh,
+    mesh: Mapping[str, int],
     needed: float | int,
     executed: float | int,
     moved: float | int,
@@ -197,12 +197,13 @@ def _times(
     """A program by its operations on all devices, and the bytes that one of them moves and sends.
 
     Args:
-      sent: bytes by mesh axis. In a ring around several nodes, they leave a node once for each
+      mesh: size by axis.
+      sent: bytes by axis. In a ring around several nodes, they leave a node once for each
         group of its devices.
     """
-    chip, count = where.chip, mesh.size
+    chip, count = where.chip, math.prod(mesh.values())
     inside, leaving, stride = 0.0, 0.0, count
-    for axis, size in mesh.shape.items():
+    for axis, size in mesh.items():
         stride //= size
         bytes_, is_far = sent.get(axis, 0.0), stride * size > where.per_node
         if is_far and not isinstance(where, Slice):
@@ -270,7 +271,6 @@ def _replica(
         num_columns=2 * prompt + response,  # of which a token attends to half, on average
         num_slots=count * response,
     ).forward
-    own_mesh = models.make_mesh({"tensor": cards}, list(mesh.devices.flat)[:1] * cards)
     read = weights + slots * (prompt + response / 2) * per_token
     sizes = {"replica weights": weights, "cache": slots * per_response}
     return {
@@ -282,5 +282,5 @@ def _replica(
         "fits": fitting >= 1,
         "bytes": sizes | {"total": sum(sizes.values())},
         "weight_bytes": weights * cards,
-        "program": _times(where, own_mesh, flops, flops, steps * read, {}) | {"runs": 1},
+        "program": _times(where, {"tensor": cards}, flops, flops, steps * read, {}) | {"runs": 1},
     }

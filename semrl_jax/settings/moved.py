@@ -43,8 +43,8 @@ def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     if RELEASE.items() <= fields.items():
         others = {name: value for name, value in fields.items() if name not in RELEASE}
         fields = others | {"shaping.reproduce_release": True}
-    few = fields.get("rollout.max_staleness", 0) < 2
-    if fields.get("rollout.in_flight") in ("abort", *["keep"] * few):  # which did nothing
+    way, lag = fields.get("rollout.in_flight"), fields.get("rollout.max_staleness", 0)
+    if way == "abort" or (way == "keep" and lag < 2):  # which did nothing
         fields = {**fields, "rollout.in_flight": "wait"}
     return {
         MOVED.get(name, name): value

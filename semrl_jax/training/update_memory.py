@@ -49,9 +49,9 @@ def update_bytes(
     per_parameter: float | int = BYTES_PER_PARAMETER,
     **sizes: Any,
 ) -> float | int:
-    """b P + n k L + w n k + 16 l V bytes of one device, without a reference.
+    """Bytes of one device, without a reference: b P, and the sum of `update_parts`.
 
-    Only the first term is exact. Measured peaks range from 12 % below to 14 % above the sum.
+    Only b P is exact. Measured peaks range from 12 % below to 14 % above the sum.
 
     Args:
       remat: as config.model.remat; decides k and w.
