@@ -23,9 +23,6 @@ KIND_OF = {UserError: "mistake", Preempted: "preempted", Retry: "retry"}  # of o
 def run_phase(peers: Processes, phase: str, work: Callable[[], T]) -> T:
     """Runs `work` in this process and waits for all others; every process must call it.
 
-    Returns:
-      The value that `work` returned in this process.
-
     Raises:
       UserError, Preempted, Retry: in every process, if it was raised in one.
       Exception: in the process where `work` raised it. The others raise PeerFailed.
@@ -47,7 +44,12 @@ def run_phase(peers: Processes, phase: str, work: Callable[[], T]) -> T:
     if worst["kind"] == "done":
         return value
     if error is None or outcome["kind"] != worst["kind"]:
-        error = _as_exception(worst, index, phase)
+        kind, text = worst["kind"], worst["text"]
+        error = PeerFailed(f"process {index} failed in phase {phase!r}: {text}")
+        if kind == "preempted":
+            error = Preempted(text)
+        elif kind != "failed":
+            error = (UserError if kind == "mistake" else Retry)(f"process {index}: {text}")
     error.agreed = True
     raise error
 
@@ -58,20 +60,8 @@ def is_agreed(error: BaseException) -> bool:
 
 
 def on_first(peers: Processes, phase: str, work: Callable[[], Any]) -> Any:
-    """Runs `work` in process 0 and returns its value, which JSON must hold, in every process.
-
-    Raises the same errors as `run_phase`.
-    """
+    """Runs `work` in process 0; its value, which JSON can hold, in all. Raises as `run_phase`."""
     if peers.count == 1:
         return work()
     found = run_phase(peers, phase, lambda: work() if peers.index == 0 else None)
     return peers.gather(phase, found)[0]
-
-
-def _as_exception(outcome: dict[str, str], index: int, phase: str) -> BaseException:
-    kind, text = outcome["kind"], outcome["text"]
-    if kind == "failed":
-        return PeerFailed(f"process {index} failed in phase {phase!r}: {text}")
-    if kind == "preempted":
-        return Preempted(text)
-    return (UserError if kind == "mistake" else Retry)(f"process {index}: {text}")

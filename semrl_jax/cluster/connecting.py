@@ -18,22 +18,11 @@ KEY_BYTES = 32
 MIN_GATHERED_BYTES = 2**16
 
 
-def connect(
-    coordinator: str,
-    *,
-    progress: Callable[[str], None],
-    **timeouts_s: float,
-) -> Peers:
-    """The peers of a joined process; without connections if it is the only process.
+def connect(coordinator: str, *, progress: Callable[[str], None], **timeouts_s: float) -> Peers:
+    """The peers of a joined process; without connections if it is the only one. See `Peers`.
 
     Process 0 takes a free port, other than the coordinator's. The others receive secret and port
     over the mesh. With a coordinator on loopback, process 0 listens on loopback only.
-
-    Args:
-      progress, timeouts_s: see `Peers`.
-
-    Raises:
-      UserError: if a process cannot connect to process 0 within `connect_timeout_s`.
     """
     count = jax.process_count()
     if count == 1:

@@ -41,16 +41,11 @@ def find_place(settings: Mapping[str, Any] | ConfigDict, environ: Mapping[str, s
     JAX then aborts with a stack trace. It also counts the job's tasks in an interactive step of
     Slurm, binds a Slurm task to one GPU, and needs a Kubernetes client with the right to read pods.
 
-    Args:
-      settings: coordinator, num_processes and process_id of config.distributed; others are ignored.
-      environ: usually os.environ.
-
-    Raises:
-      UserError: if settings or variables contradict each other, or an address is missing.
+    Raises UserError if settings of config.distributed or variables contradict each other, or an
+    address is missing.
     """
-    coordinator = settings["coordinator"]
-    num_processes = settings["num_processes"]
-    process_id = settings["process_id"]
+    names = ("coordinator", "num_processes", "process_id")
+    coordinator, num_processes, process_id = map(settings.__getitem__, names)
     if coordinator:
         split_address(coordinator, "distributed.coordinator")
     if num_processes < 0:

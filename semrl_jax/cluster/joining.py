@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from semrl_jax.cluster.discovery import ALONE, Place
 from semrl_jax.cluster.links import listening_socket
@@ -51,10 +51,9 @@ def join(
       announce: takes one line about a wait, every 10 s.
 
     Raises:
-      UserError: if process 0 cannot be reached, its port cannot be used, or processes are late,
-        arrived twice, or expect another number of processes; the message names them. Also if a JAX
-        backend exists, which a module of the user has made.
-      RuntimeError: if this process has joined already.
+      UserError: process 0 cannot be reached, its port cannot be used, or processes are late,
+        arrived twice, or expect another number of processes; or a user's module has made a backend.
+      RuntimeError: this process has joined already.
     """
     if place.num_processes == 1:
         return
@@ -140,13 +139,9 @@ class _Meeting:
 
 def exit_without_peers(exit_code: int) -> None:
     """Ends this process at its exit without waiting five minutes for the others, as JAX would."""
-
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-
-    atexit.register(leave)  # atexit calls the last registered function first
+    # atexit calls the last registered function first
+    for function, *args in ((os._exit, exit_code), (sys.stderr.flush,), (sys.stdout.flush,)):
+        atexit.register(function, *args)
 
 
 def _receive_all(meeting: _Meeting) -> None:
@@ -173,11 +168,11 @@ def _receive_all(meeting: _Meeting) -> None:
                 break
             left_s = meeting.left_s
             if left_s <= 0:
-                _tell(callers, f"late {_ids(missing)}")
+                _tell(callers, "late", missing)
                 raise UserError(meeting.failure(missing, "") + refused)
             meeting.report(f"{name_processes(missing)} at {place.coordinator}")
             if missing != told:
-                _tell(callers, f"missing {_ids(missing)}")
+                _tell(callers, "missing", missing)
                 told = missing
             listener.settimeout(min(1.0, left_s))
             try:
@@ -201,10 +196,9 @@ def _admit(place: Place, caller: socket.socket, callers: dict[int, socket.socket
         if match := re.fullmatch(greeting, _read_line(caller)):
             process_id, num_processes = int(match[1]), int(match[2])
             _forget_gone(callers)
-            if num_processes != place.num_processes:
-                answer = (
-                    f"it expects {num_processes} processes, process 0 expects {place.num_processes}"
-                )
+            expected = place.num_processes
+            if num_processes != expected:
+                answer = f"it expects {num_processes} processes, process 0 expects {expected}"
             elif not 0 < process_id < place.num_processes or process_id in callers:
                 answer = f"process {process_id} has already arrived"
             else:
@@ -256,12 +250,9 @@ def _call(meeting: _Meeting) -> None:
     raise UserError(meeting.failure(missing, problem))
 
 
-def _ids(numbers: set[int]) -> str:
+def _tell(callers: dict[int, socket.socket], word: str, numbers: Iterable[int] = ()) -> None:
     # A line has a maximum length, so only the first ids are named.
-    return ",".join(str(number) for number in sorted(numbers)[:400])
-
-
-def _tell(callers: dict[int, socket.socket], line: str) -> None:
+    line = f"{word} {','.join(map(str, sorted(numbers)[:400]))}".strip()
     for process_id, caller in list(callers.items()):
         try:
             caller.sendall(f"{line}\n".encode())

@@ -30,8 +30,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 class Link:
     """A connection to another process, and the last state that was received from it.
 
-    A separate thread sends the messages. A stopped process that takes none therefore does not block
-    this process.
+    A thread sends the messages, so that a stopped process that takes none does not block this one.
     """
 
     def __init__(self, index: int, name: str, connection: multiprocessing.connection.Connection):
@@ -78,10 +77,8 @@ def flush(links: Iterable[Link]) -> None:
 class Listener:
     """Process 0's listening socket; `address` is where the others connect.
 
-    Args:
-      host: a loopback host listens only there, any other host on all addresses.
-      key: the secret of the run.
-      port: 0 takes a free port.
+    A loopback host listens only there, any other host on all addresses; port 0 takes a free port.
+    `key` is the secret of the run.
     """
 
     def __init__(self, host: str, key: bytes, port: int = 0):
@@ -112,11 +109,7 @@ class Listener:
 
 
 def call(address: tuple[str, int], key: bytes, hello: dict[str, Any], timeout_s: float) -> Link:
-    """Connects to process 0.
-
-    Raises:
-      UserError: if no process that knows the secret answers in time.
-    """
+    """Connects to process 0; UserError if no process that knows the secret answers in time."""
     host, port = address
     try:
         caller = socket.create_connection(address, timeout=timeout_s)

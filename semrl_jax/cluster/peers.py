@@ -51,8 +51,7 @@ class Peers:
       heartbeat_timeout_s: a process that sends nothing for this long is lost.
       phase_timeout_s: limit of a wait in `gather`, and of one phase of a process, for example when
         a device hangs in a program of all processes.
-      progress: takes one line about a wait, in process 0.
-      progress_every_s: seconds between two such lines.
+      progress: takes one line about a wait, in process 0, every `progress_every_s`.
 
     Attributes:
       on_stop: called, from another thread, when another process calls `stop_all`.
@@ -115,14 +114,9 @@ class Peers:
             self._enter(f"{AFTER}{name}" if is_outermost else before)
 
     def gather(self, phase: str, value: Any) -> list:
-        """Returns the values of all processes, by process; all must call it in the same order.
+        """The values of all processes, which JSON can hold; all must call it in the same order.
 
-        Args:
-          phase: name of the phase; the same in every process.
-          value: any value that JSON can hold.
-
-        Raises:
-          RuntimeError: if the processes are not in the same phase.
+        Raises RuntimeError if the processes are not in the same phase.
         """
         if self.count == 1:
             return [value]
@@ -130,10 +124,7 @@ class Peers:
             return self._gather(MAIN, phase, value)
 
     def channel(self, name: str) -> Channel:
-        """A channel for another thread, which exchanges values at the same time as the main thread.
-
-        Every process must ask for a channel of this name, once.
-        """
+        """A channel for another thread than the main one; every process must ask for it, once."""
         return Channel(self, name)
 
     def _gather(self, channel: str, phase: str, value: Any) -> list:
@@ -225,11 +216,15 @@ class Peers:
                     link.phase = message["phase"]
                     link.phase_began = link.heard - message["phase_s"]
                 elif "stop" in message:
-                    self._stopped(message)
+                    if self.index == 0:  # only process 0 has links to all
+                        self._send_all(message, but=message["stop"])
+                    self.on_stop()
                 elif "lost" in message:
                     self._end(message["lost"])
                 elif "failed" in message:
-                    self._failed(message)
+                    reason = f"process {message['failed']} failed: {message['reason']}"
+                    line = f"{reason.rstrip('.')}; all processes stop"
+                    self._exit(message, line, message["exit_code"])
         except (OSError, EOFError):
             if not link.left and not self._closing.is_set():
                 self._lost(link, "its connection closed")
@@ -305,23 +300,12 @@ class Peers:
         phase = link.phase.removeprefix(AFTER)
         self._end(f"process {link.index} ({link.name}, last in phase {phase!r}) is lost: {how}")
 
-    def _stopped(self, message: dict) -> None:
-        if self.index == 0:  # only process 0 has links to all
-            self._send_all(message, but=message["stop"])
-        self.on_stop()
-
-    def _failed(self, message: dict) -> None:
-        reason = f"process {message['failed']} failed: {message['reason']}"
-        self._exit(message, f"{reason.rstrip('.')}; all processes stop", message["exit_code"])
-
     def _end(self, reason: str) -> NoReturn:
         """Ends this process immediately: the main thread waits for something that cannot arrive."""
-        self._exit(
-            {"lost": reason},
-            f"{reason}; all {self.count} processes stop, the same command continues from the last "
-            "checkpoint",
-            EXIT_PEER_LOST,
+        end = (
+            f"all {self.count} processes stop, the same command continues from the last checkpoint"
         )
+        self._exit({"lost": reason}, f"{reason}; {end}", EXIT_PEER_LOST)
 
     def _exit(self, message: dict[str, Any], line: str, exit_code: int) -> NoReturn:
         """Ends all processes. Connections that then close are not reported as losses."""
@@ -354,10 +338,9 @@ class Channel:
         return self._peers._gather(self._name, phase, value)
 
     def gather_bytes(self, phase: str, data: bytes) -> list[bytes]:
-        """Returns the data of every process, by process.
+        """The data of every process, by process, through process 0.
 
-        The data go through process 0: the mesh is the main thread's, because collectives of two
-        threads could begin in another order in each process.
+        Collectives of two threads could begin in another order in each process.
         """
         size = MAX_GATHERED_BYTES // self.count
         parts: list[list[bytes]] = [[] for _ in range(self.count)]

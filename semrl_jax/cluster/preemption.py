@@ -72,7 +72,6 @@ class StopRequest:
             self.check()
 
     def elsewhere(self) -> StopElsewhere:
-        """This request for another thread than the main one."""
         return StopElsewhere(self.check)
 
     def checkpoint_saved(self) -> None:
@@ -131,11 +130,7 @@ class StopRequest:
 
 
 class StopElsewhere:
-    """A `StopRequest` in a thread that no signal interrupts: it only checks.
-
-    Args:
-      check: raises Preempted if a signal came.
-    """
+    """A `StopRequest` in a thread that no signal interrupts: it only checks."""
 
     def __init__(self, check: Callable[[], None]):
         self.check = check

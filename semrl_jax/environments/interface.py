@@ -96,11 +96,7 @@ def _number(value: Any) -> float:
 
 
 def as_weights(weights: Any) -> dict[str, float]:
-    """The weights of verdicts by name, as JSON has them.
-
-    Raises:
-      UserError: if they are something else.
-    """
+    """The weights of verdicts by name, as JSON has them; UserError if they are something else."""
     try:
         found = dict(weights) if isinstance(weights, collections.abc.Mapping) else {"": weights}
         values = [_number(weight) for weight in found.values()]
@@ -122,25 +118,16 @@ class GarbageError(ValueError):
 
 
 def load_environment(name: str) -> type[Environment]:
-    """The class of an environment.
-
-    Raises:
-      UserError: if it cannot be imported or has not all parts.
-    """
+    """The class of an environment; raises as `load_class`."""
     if ":" not in name:
         return load_module(FIELD, name, BUILT_IN, ("Environment",)).Environment
     return load_class(FIELD, name, PARTS)
 
 
 def load_class(field: str, name: str, parts: Sequence[str]) -> type:
-    """The class "package.module:Class" of a user.
+    """The class "package.module:Class" of a user, which must have these methods.
 
-    Args:
-      field: that has the name, for error messages.
-      parts: methods that the class must have.
-
-    Raises:
-      UserError: if it cannot be imported or has not all parts.
+    Raises UserError, which names the field, if it cannot be imported or has not all of them.
     """
     module_name, _, class_name = str(name).partition(":")
     try:
@@ -215,8 +202,7 @@ def _turn(result: Any, max_chars: int) -> Turn:
 def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Message]:
     """Messages as plain dicts, with at most `max_chars` characters; lone surrogates become "?".
 
-    Raises:
-      GarbageError: for anything else than a text, or a sequence of roles and contents.
+    Raises GarbageError for anything else than a text, or a sequence of roles and contents.
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -229,9 +215,7 @@ def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Mes
         if not max_chars:
             break
         if not isinstance(message, collections.abc.Mapping) or set(message) != {"role", "content"}:
-            raise GarbageError(
-                f"a message must be a mapping of role and content alone, not {message!r:.80}"
-            )
+            raise GarbageError(f"a message must map role and content alone, not {message!r:.80}")
         role, content = message["role"], message["content"]
         if role not in roles:
             raise GarbageError(f"role must be one of {', '.join(roles)}, not {role!r:.50}")
@@ -246,17 +230,15 @@ def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Mes
 def as_tasks(tasks: Any, count: int) -> list[dict[str, Any]]:
     """The tasks as JSON keeps them, at most `count`; lone surrogates become "?".
 
-    Raises:
-      GarbageError: if they are something else.
+    Raises GarbageError if they are something else.
     """
     try:
         first = itertools.islice(tasks, count)  # a generator may never end
         text = json.dumps([dict(task) for task in first], ensure_ascii=False)
         found = json.loads(text.encode("utf-8", "replace"))
     except BaseException as error:
-        raise GarbageError(
-            f"tasks must return a list of JSON objects: {error_text(error)}"
-        ) from error
+        text = error_text(error)
+        raise GarbageError(f"tasks must return a list of JSON objects: {text}") from error
     if not found:
         raise GarbageError("tasks returned none")
     return found

@@ -16,12 +16,7 @@ MAX_LINE_BYTES = 1 << 26  # a longer one is not read, so that its environment is
 
 
 class Place(NamedTuple):
-    """Whose answers these are.
-
-    Attributes:
-      step: of the weights that write the policy's messages.
-      episode: unique among the episodes of these weights.
-    """
+    """Whose answers these are: `episode` is unique among those of the weights of `step`."""
 
     step: int
     episode: str
@@ -46,14 +41,8 @@ class Journal:
 
     An answer is one JSON object in a line of `<step>.<process>.jsonl`, written before it is used.
     It is found again by place and turn, if all that was said before is the same. Lines that a kill
-    left incomplete are passed over. A loss of power may cost the last lines.
-
-    Args:
-      directory: made if missing; all processes of a run share it.
-      process: number of this process.
-
-    Raises:
-      UserError: if a file of this name is no regular file.
+    left incomplete are passed over. A loss of power may cost the last lines. The directory is made
+    if missing, and shared by the processes. Raises UserError if a file is no regular file.
     """
 
     def __init__(self, directory: pathlib.Path, process: int = 0):
@@ -70,22 +59,13 @@ class Journal:
             return (place.episode, 0) in self._answers.get(place.step, {})
 
     def find(self, place: Place, turn: int, said: str) -> Reply | None:
-        """The reply in this turn; None if there is none.
-
-        Args:
-          said: hash of all that was said before.
-        """
+        """The reply in this turn, or None; `said` is a hash of all that was said before."""
         with self._lock:
             found = self._answers.get(place.step, {}).get((place.episode, turn))
         return found[1] if found is not None and found[0] == said else None
 
     def add(self, place: Place, turn: int, said: str, reply: Reply) -> None:
-        """Keeps a reply.
-
-        Raises:
-          OSError: if the disk refuses it.
-          UserError: if its file is a link or a pipe.
-        """
+        """Keeps a reply; OSError: the disk refuses it, UserError: its file is a link or a pipe."""
         line = {"episode": place.episode, "turn": turn, "said": said, **reply._asdict()}
         # The end of a line comes first, so that a line that a kill cut does not spoil the next one.
         content = b"\n" + json.dumps(line).encode()
@@ -116,7 +96,6 @@ class Journal:
             remove(self._directory)
 
     def _files(self) -> Iterator[tuple[int, pathlib.Path]]:
-        """The files with their steps."""
         for file in sorted(self._directory.iterdir()):
             if name := re.fullmatch(r"(\d+)\.\d+\.jsonl", file.name):
                 yield int(name[1]), file

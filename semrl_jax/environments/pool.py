@@ -100,14 +100,9 @@ class Limits:
 class EnvironmentPool:
     """Opens episodes of an environment; a context manager, safe to use from several threads.
 
-    The constructor returns at once, and the first episode waits for the home.
-
-    Args:
-      environment: the section `config.environment`, whose name is not empty.
-
-    Raises:
-      UserError: if a value is out of range, or, on entering the context, if the environment cannot
-        be made.
+    The constructor returns at once, and the first episode waits for the home. UserError: a value of
+    the section `config.environment` is out of range, or, on entering the context, the environment
+    cannot be made.
 
     Attributes:
       journal: of answers; None: they are not kept.
@@ -178,11 +173,8 @@ class EnvironmentPool:
     def speak(self, chat_template: str) -> list[dict[str, Any]]:
         """Has the policy call tools as its chat template writes calls.
 
-        Returns:
-          The schemas that the template has to describe; [] if the prompts do.
-
-        Raises:
-          UserError: if the template writes calls in an unknown form.
+        Returns the schemas that the template has to describe; [] if the prompts do. UserError: the
+        template writes calls in an unknown form.
         """
         self._form = choose_format(chat_template, self._form_name)
         return self.schemas if self._form.in_template else []
@@ -192,21 +184,13 @@ class EnvironmentPool:
         return self._form.messages([ToolAnswer("1")]) if self.schemas else []
 
     def open(self, opening: Opening, place: Place | None = None) -> Episode:
-        """Begins an episode, without waiting for it.
-
-        Args:
-          place: of its answers in the journal; None: they are not kept.
-        """
+        """Begins an episode, without waiting for it; the journal has its answers at `place`."""
         with self._lock:
             self._counts["episodes"] += 1
         return Episode(self, opening, place)
 
     def openings(self, seed: int, count: int) -> list[Opening]:
-        """Up to `count` tasks; equal arguments give equal tasks.
-
-        Raises:
-          UserError: if the environment fails or has none.
-        """
+        """Up to `count` tasks, equal for equal arguments; UserError if there is none."""
         connection, method = self.connect(), "tasks"
         chars = MAX_MESSAGE_CHARS
         size = _BYTES_PER_CHAR * chars * _TASKS_PER_CALL
@@ -251,7 +235,6 @@ class EnvironmentPool:
             self._counts.update(names)
 
     def submit(self, function, *arguments) -> concurrent.futures.Future:
-        """Calls the function in one of the threads."""
         return self._threads.submit(function, *arguments)
 
     def connect(self) -> _Connection:
@@ -301,9 +284,9 @@ class EnvironmentPool:
                 UserError(
                     f"environment.name: {self.named.target} cannot be made: {reason}, "
                     f"{MAX_START_ATTEMPTS} times in a row. Its import and its __init__ must take "
-                    f"less than {START_TIMEOUT_S:g} s and must not end their process, as os._exit "
-                    "and a crash of a library do. If environment.memory_limit_gib="
-                    f"{self.limits.memory_limit_gib:g} is too small, raise it."
+                    f"less than {START_TIMEOUT_S:g} s and must not end their process. If "
+                    f"environment.memory_limit_gib={self.limits.memory_limit_gib:g} is too small, "
+                    "raise it."
                 )
             )
             raise self._failure
@@ -314,12 +297,7 @@ class EnvironmentPool:
 
 
 class EnvironmentPools:
-    """Pools of several environments by name, with equal settings; a context manager.
-
-    Args:
-      environment: as of `EnvironmentPool`; its name is not read.
-      names: of the environments, as `environment.name`.
-    """
+    """Pools of several environments by name, with equal settings; a context manager."""
 
     def __init__(self, environment: Section, names: Sequence[str]):
         self._pools = {
@@ -350,18 +328,16 @@ class EnvironmentPools:
         return self._pools[name]
 
     def keep_answers(self, journal: Journal) -> None:
-        """Has episodes that are opened from now on find and leave their answers there."""
+        """Has episodes that are opened from now on find and leave their answers in the journal."""
         self.journal = journal
         for pool in self._pools.values():
             pool.journal = journal
 
     def open(self, opening: Opening, place: Place | None = None) -> Episode:
-        """Begins an episode of the environment that the opening is of."""
         return self[opening.environment].open(opening, place)
 
     @property
     def counters(self) -> dict[str, int]:
-        """Sums of the counters of all pools."""
         total: collections.Counter[str] = collections.Counter()
         for pool in self._pools.values():
             total.update(pool.counters)
@@ -391,16 +367,12 @@ class Episode:
             self._begun = pool.submit(self._begin)
 
     def step(self, message: str) -> concurrent.futures.Future[Answer]:
-        """The environment's answer to a message of the policy.
-
-        The future raises only if the disk refuses the answer.
-        """
+        """The environment's answer to a message of the policy; raises if the disk refuses it."""
         self._pool.count("turns")
         return self._pool.submit(self._step, message)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """The names of the environment's verdicts."""
         return tuple(self._pool.weights)
 
     def count(self, kind: str) -> None:
@@ -416,7 +388,6 @@ class Episode:
             connection.end()
 
     def _begin(self) -> None:
-        """Starts the process, unless it was started."""
         began = time.monotonic()
         with self._lock:
             if self._connection is not None or self._failed is not None:
@@ -589,7 +560,10 @@ class _Connection:
                 if self._is_over:
                     self._socket.close()
         if "error" in reply:
-            raise _CallError(error_line(*_kind_and_text(reply["error"])))
+            kind, _, text = str(reply["error"]).partition(": ")
+            if kind not in ("exception", "invalid"):  # the environment invented it
+                kind, text = "invalid", reply["error"]
+            raise _CallError(error_line(kind, text))
         if "value" not in reply:
             raise ValueError(f"{_WHOSE} replied without a value")
         return reply["value"]
@@ -606,12 +580,6 @@ class _Connection:
                     self._socket.shutdown(socket.SHUT_RDWR)
             else:
                 self._socket.close()
-
-
-def _kind_and_text(error: Any) -> tuple[str, str]:
-    """The kind of a reply's error, which is "invalid" if the environment invented it."""
-    kind, _, text = str(error).partition(": ")
-    return (kind, text) if kind in ("exception", "invalid") else ("invalid", str(error))
 
 
 class _Home:

@@ -5,9 +5,8 @@ costs no start of Python, and shares neither state nor death with another one.
 
 Standard input is a socket of messages. The first one is a request with "name", "options" and
 "memory_limit_gib"; its reply is {"schemas": of its tools, "weights": of its verdicts,
-"is_self_play"} or {"problem": text}. Then comes
-{"open": number, "form": [name, in_template] of calls of tools} with a socket for an episode of this
-number, and {"end": number} ends all its processes.
+"is_self_play"} or {"problem": text}. {"open": number, "form": [name, in_template] of calls of
+tools} comes with a socket for an episode, and {"end": number} ends all its processes.
 
 On its own socket, an episode reads and writes lines as `support.isolation` says. A request has
 "call", the method, "arguments" and "max_chars"; its reply has "value" or "error". The environment
@@ -112,9 +111,7 @@ def main() -> int:
 def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, dict[str, Any]]:
     """Makes an environment; finds its tools, "weights" and "is_self_play", as far as it has them.
 
-    Raises:
-      UserError: if the class cannot be imported, or cannot be made with these options, or if the
-        schema of a tool cannot be derived, or if a weight is no number.
+    Raises UserError if the class cannot be imported or made, or tools or weights are wrong.
     """
     pid = os.getpid()
     try:
@@ -135,32 +132,22 @@ def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, d
         if os.getpid() != pid:
             os._exit(0)  # the environment forked, and this is the child
     if not isinstance(tools, list | tuple):
-        raise UserError(
-            f"environment.name: {name} has tools={tools!r:.80}; it must be a list of functions."
-        )
+        raise UserError(f"{FIELD}: {name} has tools={tools!r:.80}; it must be a list of functions.")
     try:
         found, about = Toolbox(tools), {"weights": as_weights(weights)}
     except UserError as error:
         raise UserError(f"environment.name: {name}: {error}") from error
     size, more = len(json.dumps(found.schemas)), len(json.dumps(about))
-    if size > MAX_SCHEMAS_CHARS:
-        raise UserError(
-            f"environment.name: {name}: the schemas of tools have {size} characters; at most "
-            f"{MAX_SCHEMAS_CHARS} are allowed, so shorten their docstrings."
-        )
     if size + more > MAX_SCHEMAS_CHARS:
         raise UserError(
-            f"environment.name: {name}: weights has {more} characters, and the schemas of tools "
-            f"{size}; at most {MAX_SCHEMAS_CHARS} are allowed, so give fewer or shorter names."
+            f"{FIELD}: {name}: the schemas of tools have {size} characters, and weights {more}; at "
+            f"most {MAX_SCHEMAS_CHARS} are allowed, so shorten docstrings or names."
         )
     return environment, found, {**about, "is_self_play": is_self_play}
 
 
 def error_place(error: BaseException) -> str:
-    """ " (FILE:LINE)" of the environment's last line before an exception; "" without one.
-
-    Lines of Python's library and of installed packages do not count: a user looks for their own.
-    """
+    """ " (FILE:LINE)" of the user's last line before an exception; "" without one."""
     try:
         files = [
             f"{os.path.basename(frame.f_code.co_filename)}:{line}"
@@ -203,10 +190,10 @@ def called(
 ) -> Any:
     """The checked result of a method, as JSON has it.
 
-    The result of "step" is a turn and the error of each call of a tool in the message. In addition
-    to the methods of an environment there is "openings": the first messages of several pairs of
-    task and seed. "recall" has the value of an earlier "step" in a process that has ended, and
-    returns it; without such a method, what "step" returns now, if the message called no tool.
+    The result of "step" is a turn and the error of each call of a tool in the message. "openings"
+    gives the first messages of several pairs of task and seed. "recall" returns the value of an
+    earlier "step" in a process that has ended; if the environment has no such method and the
+    message called no tool, what "step" returns now.
     """
     if call == "recall":
         value = arguments.pop("value")
@@ -218,11 +205,8 @@ def called(
             return value
     if call in ("step", "recall"):
         answers = tools.answers(arguments["message"], max_chars)
-        turn = (
-            Turn(tools.form.messages(answers))
-            if answers
-            else environment.step(arguments["message"])
-        )
+        said = Turn(tools.form.messages(answers)) if answers else None
+        turn = said or environment.step(arguments["message"])
         return as_turn(turn, max_chars), [answer.error for answer in answers]
     if call == "reset":
         return _opening(environment, tools, max_chars, **arguments)

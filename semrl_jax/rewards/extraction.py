@@ -99,9 +99,8 @@ def boxed_answer(text: str) -> str | None:
     start = len(text)
     for box in reversed(boxes):
         content, end = _content(text, box.end())
-        if found and not (
-            end is not None and start - end <= MAX_BETWEEN and _BETWEEN.fullmatch(text, end, start)
-        ):
+        is_near = end is not None and start - end <= MAX_BETWEEN
+        if found and not (is_near and _BETWEEN.fullmatch(text, end, start)):
             break
         if content.strip():
             start = box.start()

@@ -27,9 +27,9 @@ MAX_EXTRACTED_CHARS = 1_000_000
 
 
 def load_builtin(name: str, field: str = "rewards.function") -> tuple[ModuleType, bool]:
-    """Imports a module of `verifiers`; whether its `verify` takes the row of the prompt.
+    """Imports a module of `verifiers`, by default "math"; whether its `verify` takes the row.
 
-    The name "" is "math". `field` of the config has the name. Raises UserError if there is none.
+    UserError: there is no module of the name that `field` of the config has.
     """
     module = load_module(field, name or "math", VERIFIERS, ("verify",))
     return module, "row" in inspect.signature(module.verify).parameters
@@ -38,15 +38,12 @@ def load_builtin(name: str, field: str = "rewards.function") -> tuple[ModuleType
 def load_function(path: str, field: str = "rewards.function") -> tuple[Callable[..., Any], bool]:
     """Imports "package.module:name", and makes a function of (response, reference, row) of it.
 
-    The module may be a .pkl file of cloudpickle, with functions by name; a program wrote it.
-
-    The function gets the row if it has a parameter `row`, or a third one without a default. Any
-    other third parameter keeps its default. The second result tells whether it gets the row.
-    `field` of the config has the path.
+    The module may be a .pkl file of `dump_functions`. The function gets the row if it has a
+    parameter `row`, or a third one without a default; the second result tells whether it does.
 
     Raises:
       UserError: if the import fails, or the name is not a function of (response, reference) or of
-        (response, reference, row).
+        (response, reference, row); `field` of the config has the path.
     """
     module_name, _, name = path.partition(":")
     try:
@@ -69,27 +66,23 @@ def load_function(path: str, field: str = "rewards.function") -> tuple[Callable[
         ) from e
 
 
-def _reduced(cached: Any) -> Any:
-    """How a function with a `functools.cache` is pickled."""
-    if cached.__module__ != "__main__":
-        return cached.__qualname__
-    return functools.cache, (cached.__wrapped__,)
-
-
-class _Pickler(cloudpickle.Pickler):
-    dispatch_table: Mapping[type, Any] = cloudpickle.Pickler.dispatch_table | {
-        type(functools.cache(len)): _reduced
-    }
-
-
 def dump_functions(functions: Any) -> bytes:
     """The contents of a .pkl file for `load_function`; any error if they cannot be pickled.
 
     cloudpickle has the functions of a program or a notebook by value, but those with a
     `functools.cache` by name, which another process cannot look up. Here these go by value, too.
     """
+
+    def reduced(cached: Any) -> Any:
+        if cached.__module__ != "__main__":
+            return cached.__qualname__
+        return functools.cache, (cached.__wrapped__,)
+
+    class Pickler(cloudpickle.Pickler):
+        dispatch_table = cloudpickle.Pickler.dispatch_table | {type(functools.cache(len)): reduced}
+
     file = io.BytesIO()
-    _Pickler(file).dump(functions)
+    Pickler(file).dump(functions)
     return file.getvalue()
 
 

@@ -84,11 +84,8 @@ def last_number(text: str) -> str | None:
         is_same = names[0] == names[1] and (names[0] or _NUMBER.fullmatch(content))
         if is_same and _BETWEEN_MATH.fullmatch(text, end, found.start()):
             content = f"{answer}, {content}"
-        if (
-            found.start() <= last.start()
-            and last.end() < found.end()
-            and not _PROSE.search(content)
-        ):
+        is_around = found.start() <= last.start() and last.end() < found.end()
+        if is_around and not _PROSE.search(content):
             return content
         answer, end = content, found.end()
     before, after = _around(text, last)

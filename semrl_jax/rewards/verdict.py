@@ -108,10 +108,9 @@ def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Ver
 def with_model_score(
     verdict: Verdict, function: RewardFunction, score: float, *, joins: bool
 ) -> Verdict:
-    """Adds the score of a reward model to a verdict of the verifiers.
+    """Adds the score of a reward model, without its weight, to a verdict of the verifiers.
 
-    They also judge correctness, the box and the answer. `score` is without the weight of the model;
-    `joins`: whether the verifiers' score counts too.
+    They also judge correctness, the box and the answer. `joins`: their score counts too.
     """
     total = function.weight * score + (verdict.score if joins else 0.0)
     errors = [verdict.error] * bool(verdict.error)
@@ -138,10 +137,8 @@ def episode_verdict(
 ) -> Verdict:
     """The verdict of an environment: the sum of the rewards of its turns; 1 and more is correct.
 
-    Args:
-      error: why the environment failed; "" if it did not.
-      failure_score: the score of an episode whose environment failed.
-      parts: verdicts by name, whose weighted sum the rewards are.
+    An environment that failed, with an error, has `failure_score`. `parts` are verdicts by name,
+    whose weighted sum the rewards are.
     """
     errors = [error] * bool(error)
     score = failure_score if error else _bounded(math.fsum(rewards), errors)

@@ -58,10 +58,8 @@ class VerifierPool:
     """Scores responses in worker processes; a context manager, safe to use from several threads.
 
     The constructor returns at once: workers start in parallel, and jobs wait for them. A deadline
-    starts when a worker takes the job, so the time in the queue does not count.
-
-    With several functions, each worker has all of them. Each function of a response is a job of its
-    own: if it fails, the others still count.
+    starts when a worker takes the job, so the time in the queue does not count. Each of several
+    functions gets a job of its own per response: if it fails, the others still count.
 
     Args:
       num_workers: processes.
@@ -134,10 +132,9 @@ class VerifierPool:
     ) -> concurrent.futures.Future[Verdict]:
         """Queues one response text, without the prompt, and its reference answer.
 
-        `columns` is the row of the prompt, a JSON object as text, for a verifier that takes it; ""
-        is an empty row. The future has a verdict for every text. It has an exception only if the
-        pool cannot work: RuntimeError if it was closed or its workers do not start, UserError if
-        the user's function cannot be imported.
+        `columns` is the row of the prompt, a JSON object as text, or "". The future has a verdict
+        for every text. It has an exception only if the pool cannot work: RuntimeError if it was
+        closed or its workers do not start, UserError if the user's function cannot be imported.
         """
         futures = [
             self._submit(verifier, response, reference, columns)
@@ -183,7 +180,6 @@ class VerifierPool:
 
     @property
     def takes_row(self) -> bool:
-        """Whether a verifier takes the row of the prompt."""
         if not self._has_users:  # no need to wait for a worker
             return any(load_builtin(settings.function)[1] for settings in self._settings)
         self.wait_ready()
@@ -227,12 +223,12 @@ class VerifierPool:
             thread.join()
 
     def _serve(self) -> None:
-        """Runs one slot: gives jobs to its worker, one after the other, until the end mark."""
+        """Gives jobs to the worker of one slot, one after the other, until the end mark."""
         worker = self._start_worker()
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
-            if worker is not None and not worker.is_idle():  # it ended or wrote before this job
+            if worker is not None and not worker.is_idle:  # it ended or wrote before this job
                 self._retire(worker)
                 worker = self._start_worker()
             if worker is None:
@@ -345,24 +341,21 @@ class _Worker:
         error = str(reply.pop("error", ""))
         return dataclasses.replace(as_verdict(reply, ""), error=error)
 
+    @property
     def is_idle(self) -> bool:
-        """Whether it runs and has written nothing since its last reply."""
         return self._process.poll() is None and self._line.is_quiet()
-
-    def kill(self) -> None:
-        """Has the guard kill the worker and all its descendants."""
-        self._signal(signal.SIGTERM)
 
     def end(self) -> None:
         """Kills the worker, reaps the guard and closes the pipes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._signal(number)
+            self.kill(number)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a child stuck in the kernel
                 self._process.wait(timeout=KILL_TIMEOUT_S)
         self._process.stdin.close()
         self._process.stdout.close()
 
-    def _signal(self, number: int) -> None:
+    def kill(self, number: int = signal.SIGTERM) -> None:
+        """Has the guard kill the worker and all its descendants."""
         if self._process.returncode is None:  # not reaped, so the id is still valid
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

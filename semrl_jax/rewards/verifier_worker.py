@@ -70,9 +70,8 @@ def build_verifier(
 ) -> tuple[Callable[[str, str, dict[str, Any]], Verdict], bool]:
     """Makes the function of (response, reference, row) that answers a request.
 
-    It returns a verdict for every text. The second result is whether it uses the row. `field` of
-    the config names the verifier. Raises UserError if a user's function cannot be imported or
-    called.
+    It returns a verdict for every text. The second result is whether it uses the row. UserError: a
+    user's function, named by `field` of the config, cannot be imported or called.
     """
     if settings.is_users:
         function, takes_row = load_function(settings.function, field)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -35,19 +36,12 @@ class _Job(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A job that was done.
+    """A job that was done."""
 
-    Attributes:
-      sample: the batch that it completed, if any.
-      events: counted while this batch was sampled.
-      ended: in time.monotonic().
-      seconds: by log key.
-    """
-
-    sample: Sample | None
-    events: dict[str, float]
-    ended: float
-    seconds: dict[str, float]
+    sample: Sample | None  # the batch that it completed, if any
+    events: dict[str, float]  # counted while this batch was sampled
+    ended: float  # in time.monotonic()
+    seconds: dict[str, float]  # by log key
 
 
 @dataclasses.dataclass
@@ -109,9 +103,8 @@ class Ahead:
     def offer(self, weights: Sequence[models.Params], step: int) -> None:
         """Copies the weights of this step to the host, for the batch of step + lag.
 
-        Args:
-          weights: of the steps from step - lag to this one; before step 0, those of step 0. All are
-            used in the first call, then the last.
+        `weights` are of the steps from step - lag to this one; before step 0, those of step 0. All
+        are used in the first call, then the last.
         """
         first = step - len(weights) + 1
         for number, params in enumerate(weights, first):
@@ -171,18 +164,14 @@ class Ahead:
         An error that only this process knows of is raised at once: the threads `sampling` of the
         other processes wait for the one of this process, so their futures may never be done.
         """
-        preempted, peers = None, self.sampler.sync.peers
+        waited, peers = Future(), self.sampler.sync.peers
         try:
             with peers.phase("sample"), self.sampler.sync.stop.interruptible():
                 self._poll(futures, clock)
+            waited.set_result(None)
         except Preempted as error:
-            preempted = error
-
-        def agree() -> None:
-            if preempted is not None:
-                raise preempted
-
-        run_phase(peers, "sample", agree)
+            waited.set_exception(error)
+        run_phase(peers, "sample", waited.result)
 
     def _poll(self, futures: Sequence[Future], clock: Clock | None) -> None:
         shown = ""
@@ -217,7 +206,7 @@ class Ahead:
             job.done.set_result(_Done(sample, events, ended, seconds))
 
     def _sampled(self, job: _Job) -> tuple[Sample | None, dict[str, float]]:
-        clock = Clock(self._show)
+        clock = Clock(functools.partial(setattr, self, "_status"))
         # Equal weights are sent again too, so that each row of the log counts the same bytes.
         self.thread_sampler.send(job.weights)
         with clock("sample"):
@@ -225,6 +214,3 @@ class Ahead:
         if sample is not None:
             self._position = sample.position
         return sample, self.count()
-
-    def _show(self, status: str) -> None:
-        self._status = status

@@ -15,18 +15,13 @@ from semrl_jax.sampling.episodes import Episodes
 
 @dataclasses.dataclass
 class Events:
-    """Counts events and bytes on the wire.
+    """Counts events and bytes on the wire."""
 
-    Attributes:
-      client: None if this process does not sample.
-      may_take_over: whether replicas take over calls of others.
-    """
-
-    client: RolloutClient | None
+    client: RolloutClient | None  # None if this process does not sample
     verifier: VerifierPool
     episodes: Episodes
     peers: Processes
-    may_take_over: bool
+    may_take_over: bool  # whether replicas take over calls of others
 
     def __post_init__(self):
         self._before = self._totals()
@@ -56,16 +51,11 @@ class Events:
 
 @dataclasses.dataclass
 class ReplicaFigures:
-    """Measures what each of several replicas does.
+    """Measures what each of several replicas does."""
 
-    Attributes:
-      client: None if this process does not sample.
-      sampling: the processes that sample.
-    """
-
-    client: RolloutClient | None
+    client: RolloutClient | None  # None if this process does not sample
     peers: Processes
-    sampling: tuple[int, ...]
+    sampling: tuple[int, ...]  # the processes that sample
 
     def __post_init__(self):
         self._before: dict[int, Figures] = {}

@@ -35,10 +35,9 @@ class Ask(Protocol):
 class Episodes(Protocol):
     """Plays the responses of a draw.
 
-    What it returns follows from the draw and the answers of the policy, and not from time: an
-    engine may round differently when a call has other requests. Nothing is kept from one call of
-    `play` to the next, except answers of environments. A run that was killed plays all episodes of
-    its batch again, from their prompts.
+    What it returns follows from the draw and the answers of the policy, and not from time. Nothing
+    is kept from one call of `play` to the next, except answers of environments: a run that was
+    killed plays all episodes of its batch again, from their prompts.
 
     Attributes:
       is_divisible: whether the tokens of a response may be asked for in parts of any length, each

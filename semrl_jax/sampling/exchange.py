@@ -30,11 +30,9 @@ T = TypeVar("T")
 def sampling_processes(
     processes: Int[np.ndarray, "R F S T X"], num_addresses: int = 0
 ) -> tuple[int, ...]:
-    """The processes that sample, in ascending order.
+    """The processes that sample, in ascending order, of the processes of the mesh's devices.
 
-    Args:
-      processes: the process of each device of the mesh.
-      num_addresses: of given replicas, each used by one process; 0: each process has its own.
+    `num_addresses` of given replicas are used by one process each; 0: each has its own.
     """
     found = sorted(set(shard_owners(processes).tolist()))
     return tuple(found[: num_addresses or None])

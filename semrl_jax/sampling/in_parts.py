@@ -28,18 +28,12 @@ from semrl_jax.types import Rollout, SampleRequest
 
 
 class _Batch(NamedTuple):
-    """A batch whose responses are being sampled.
-
-    Attributes:
-      draw: its responses; the requests are those of this process.
-      position: in the data, after the batch.
-      rollouts: by sample id, as far as they are sampled.
-    """
+    """A batch whose responses are being sampled."""
 
     step: int
-    draw: Draw
-    position: Position
-    rollouts: dict[str, Rollout]
+    draw: Draw  # its requests are those of this process
+    position: Position  # in the data, after the batch
+    rollouts: dict[str, Rollout]  # by sample id, as far as they are sampled
 
 
 @dataclasses.dataclass
@@ -63,12 +57,8 @@ class InParts:
     def next(self, step: int, position: Position, clock: Clock) -> Sample | None:
         """Begins the batch of this step, and samples one part of each batch that is incomplete.
 
-        Args:
-          step: one more at each call. Batches after the last step of the run do not begin.
-          position: in the data; used in the first call.
-
-        Returns:
-          The batch that is complete now; None if there is none.
+        The step is one more at each call. Batches after the last step of the run do not begin. The
+        position in the data is used in the first call. Returns the batch that is complete, or None.
         """
         if step < self.config.training.num_steps:
             self._begin(step, self._batches[-1].position if self._batches else position)

@@ -44,19 +44,16 @@ class MultiTurn:
       environment does not get such a message: half a call of a tool must not run;
     - when an answer leaves no room for one more token. It is left out.
     In the last two cases the finish reason is "length", else the one of the policy's last turn. The
-    rewards of all turns count.
+    rewards of all turns count. A prompt without an environment is answered in a single turn.
 
-    A prompt without an environment, of a benchmark, is answered in a single turn.
-
-    Why equal draws give equal episodes, to the bit. Lanes follow from the draw, and so does the
-    first call. Assume that the first n calls were equal. Then so are the policy's tokens, since an
-    engine rounds by the contents of its calls alone (rollout/engines/keeping.py). The environment's
-    answer to each episode follows from its task, seed and messages. So do the tokens of its next
-    turn, its seed, and the set of open episodes of each lane. The lane of call n + 1 follows from
-    the lanes' order; it waits for all answers to its episodes and asks for them in the order of the
-    draw. Hence call n + 1 is equal. Time decides only in what order episodes of one call end, which
-    no result depends on. The exceptions are a call of the environment beyond
-    `environment.timeout_s`, and an environment that keeps no promise.
+    Equal draws give equal episodes, to the bit, by induction over the calls. Lanes and the first
+    call follow from the draw. After n equal calls the policy's tokens are equal, since an engine
+    rounds by the contents of its calls alone (rollout/engines/keeping.py). The environment's answer
+    to each episode follows from its task, seed and messages, and so do the next turn's tokens and
+    seed, and each lane's open episodes. The lane of call n + 1 follows from the lanes' order; it
+    waits for all its answers and asks in the order of the draw. Time decides only in what order
+    episodes of one call end, which no result depends on. The exceptions are a call of the
+    environment beyond `environment.timeout_s`, and an environment that keeps no promise.
 
     Attributes:
       turns: by name of the environment, whose tools the chat template may describe.
@@ -179,8 +176,7 @@ class MultiTurn:
     ) -> Generator[Rollout, None, list[_Played]]:
         """Goes on with the environment's answers; yields those that end, and returns the others.
 
-        Args:
-          over: whether the environment has ended each.
+        `over`: whether the environment has ended each.
         """
         going = []
         for one, is_over in zip(playing, over, strict=True):
@@ -209,7 +205,8 @@ class MultiTurn:
             elif one.num_tokens + len(text.token_ids) >= self.max_tokens:
                 yield one.ended("length")
             else:
-                one.go_on(text)
+                one.transcript = text.transcript
+                one.so_far = with_context(one.so_far, np.array(text.token_ids, np.int32))
                 open_ones.append(one)
         return open_ones
 
@@ -230,26 +227,17 @@ def _by_turns(played: Iterable[_Played]) -> Iterable[tuple[ChatTurns, list[_Play
 
 @dataclasses.dataclass(eq=False)
 class _Played:
-    """An episode that is being played.
-
-    Attributes:
-      environment, turns: None if the prompt has none.
-      transcript: up to the policy's next turn.
-      so_far: all turns as one rollout.
-      answer: of the environment, which is awaited.
-      messages: of the environment's last answer.
-      is_own: whether the policy's next message is trained on.
-    """
+    """An episode that is being played."""
 
     request: SampleRequest
-    environment: Episode | None = None
+    environment: Episode | None = None  # None if the prompt has none
     turns: ChatTurns | None = None
-    transcript: Transcript | None = None
-    so_far: Rollout | None = None
+    transcript: Transcript | None = None  # up to the policy's next turn
+    so_far: Rollout | None = None  # all turns
     rewards: list[float] = dataclasses.field(default_factory=list)
-    answer: Future[Answer] | None = None
-    messages: Sequence[Mapping[str, str]] = ()
-    is_own: bool = True
+    answer: Future[Answer] | None = None  # of the environment, which is awaited
+    messages: Sequence[Mapping[str, str]] = ()  # of its last answer
+    is_own: bool = True  # whether the policy's next message is trained on
     error: str = ""
     seconds: float = 0.0
     verdicts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -293,11 +281,6 @@ class _Played:
         self.seconds += seconds
         self.verdicts.update(verdicts)
         return turn.done
-
-    def go_on(self, text: Continued) -> None:
-        """Adds the environment's answer."""
-        self.transcript = text.transcript
-        self.so_far = with_context(self.so_far, np.array(text.token_ids, np.int32))
 
     def ended(self, reason: FinishReason | None = None) -> Rollout:
         """The whole episode; ends the environment."""

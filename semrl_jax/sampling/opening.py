@@ -37,11 +37,8 @@ def open_source(
 ) -> Iterator[tuple[Source, Sampler | Ahead]]:
     """The source of a run, and what evaluations sample with; all processes call it together.
 
-    Args:
-      measurer: None: no hidden states are measured while responses arrive.
-
-    Raises:
-      UserError: if the source cannot play the sampler's episodes.
+    Without a measurer, no hidden states are measured while responses arrive. UserError: the source
+    cannot play the sampler's episodes.
     """
     check_episodes(config, sampler.episodes)
     sync, lag, parts = sampler.sync, config.rollout.max_staleness, num_parts(config.rollout)
@@ -91,14 +88,11 @@ def check_episodes(config: ml_collections.ConfigDict, episodes: Episodes) -> Non
 
 
 def check_memory(config: ml_collections.ConfigDict, architecture: models.DecoderConfig) -> None:
-    """Checks that a run ahead of its updates fits into the memory of this process.
+    """Raises UserError if a run ahead of its updates does not fit into the memory of this process.
 
     The process keeps copies of the weights of max_staleness + 1 steps, and the tokens of
     max_staleness batches. Hidden states are dropped once they are measured, which is when a
     response is complete. On a CPU, the copies of `TrainState.earlier` are in the same memory.
-
-    Raises:
-      UserError: if it does not fit.
     """
     lag, rollout = config.rollout.max_staleness, config.rollout
     specs = models.tensor_specs(architecture, weight_dtype(config))

@@ -24,8 +24,7 @@ def chat_turns(
 ) -> ChatTurns:
     """The turns of episodes, in which the policy calls tools as its chat template writes calls.
 
-    Raises:
-      UserError: if the tokenizer has no chat template, or it writes calls in an unknown form.
+    UserError: the tokenizer has no chat template, or it writes calls in an unknown form.
     """
     tools: Sequence[Mapping[str, Any]] = ()
     if (schemas := environments.schemas) and getattr(tokenizer, "chat_template", None):
@@ -41,8 +40,7 @@ def training_tasks(
 ) -> data.PromptDataset:
     """Prompts of up to `data.num_prompts` tasks that are not held out.
 
-    Raises:
-      UserError: if the environment fails, or too few tasks are left.
+    UserError: the environment fails, or too few tasks are left.
     """
     count, least = config.data.num_prompts, config.data.prompts_per_step
     turns = chat_turns(tokenizer, environments)
@@ -81,8 +79,7 @@ def held_out_tasks(
 ) -> Sequence[data.PromptExample]:
     """The prompts of up to `count` tasks, the same for every seed of a run.
 
-    Args:
-      name: of the benchmark; "" is the name of the environment, without its options.
+    The benchmark is called `name`, or as the environment without its options.
     """
     turns = chat_turns(tokenizer, environments)
     openings = environments.openings(HELD_OUT_SEED, count)
@@ -96,14 +93,8 @@ def first_answers(
 ) -> list[str]:
     """Plays an empty message to a task of each environment, so that mistakes are found early.
 
-    Args:
-      examples: those of one data source are of one environment, or of none.
-
-    Returns:
-      Lines that a user should see.
-
-    Raises:
-      UserError: if an environment fails, or the chat template does not fit.
+    Examples of one data source are of one environment, or of none. Returns lines that a user should
+    see. UserError: an environment fails, or the chat template does not fit.
     """
     first = {example.data_source: example for example in reversed(examples)}
     openings = [opening_of(example.columns) for example in first.values()]
@@ -145,14 +136,11 @@ def opening_of(row: str) -> Opening | None:
 
 
 def _key(opening: Opening) -> str:
-    """Equal for equal tasks."""
     return json.dumps(opening.task.get("question", opening.task), sort_keys=True)
 
 
 def _examples(
-    openings: Sequence[Opening],
-    turns: ChatTurns,
-    name: str,
+    openings: Sequence[Opening], turns: ChatTurns, name: str
 ) -> tuple[data.PromptExample, ...]:
     """Prompts in the order of their tasks; UserError if the chat template refuses one."""
     examples = []

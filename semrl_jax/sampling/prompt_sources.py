@@ -70,10 +70,7 @@ def training_prompts(
     """Prompts of the generator or of `data.files`; `report` gets a line about skipped rows.
 
     With `keep_columns`, the examples keep the rows of the files. `environments` makes the tasks of
-    an environment.
-
-    Raises:
-      UserError: for a file, row or template that cannot be used.
+    an environment. Raises UserError for a file, row or template that cannot be used.
     """
     if config.data.task == "arithmetic":
         problems = arithmetic.training_problems(config.seed, config.data.num_prompts)
@@ -100,15 +97,12 @@ def prompts_of_files(
     num_rows: int = 0,
     needs_answer: bool = True,
 ) -> data.PromptDataset:
-    """Prompts of `data.files`.
+    """Prompts of `data.files`; raises as `training_prompts`.
 
     Args:
       keep_columns: whether prompts keep the rows of the files.
       num_rows: at most, over all files; 0 reads all.
       needs_answer: whether a row without an answer is bad.
-
-    Raises:
-      UserError: for a file, row or template that cannot be used.
     """
     found = _row_settings(config.data)
     template = found.pop("template")
@@ -155,12 +149,9 @@ def held_out_problems(
 ) -> Sequence[data.PromptExample]:
     """Problems of the task or of `evaluation.files`; those of one data source are one benchmark.
 
-    Problems above the token limit are included: they count as wrong without a response.
-    `report` gets a line about them. With `keep_columns`, they keep the rows of the files.
-    `environments` makes the tasks of an environment.
-
-    Raises:
-      UserError: for a file, row or template that cannot be used, or two files with one data source.
+    Problems above the token limit are included: they count as wrong without a response. The other
+    arguments are those of `training_prompts`, which raises the same errors; also for two files with
+    one data source.
     """
     options = config.evaluation
     if not options.held_out:
@@ -191,8 +182,7 @@ def held_out_problems(
             if example.data_source in seen:
                 raise UserError(
                     f"evaluation.files={tuple(options.files)}: two files have the data source "
-                    f"{example.data_source!r}, which names their results; rename one: "
-                    f"{file.path}:name=NAME."
+                    f"{example.data_source!r}; rename one: {file.path}:name=NAME."
                 )
         problems += found
     return problems
@@ -255,8 +245,7 @@ def check_prompts(
 ) -> None:
     """Reports the templates of prompts; raises UserError for a token that the model does not have.
 
-    Args:
-      of: what the prompts are for: "training", "generation" or "evaluation".
+    `of` says what they are for: "training", "generation" or "evaluation".
     """
     section = "evaluation" if of == "evaluation" else "data"
     fields = f"{section}.template", "data.add_special_tokens"
@@ -272,12 +261,9 @@ def check_prompts(
 
 
 def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
-    """Splits entries of `evaluation.files` into path and settings.
+    """Splits entries of `evaluation.files` into path and settings; only `question_fields` may recur.
 
-    Only `question_fields` may occur several times.
-
-    Raises:
-      UserError: for a setting that is unknown, occurs twice or has a value out of range.
+    Raises UserError for a setting that is unknown, occurs twice or has a value out of range.
     """
     files = []
     for entry in entries:
@@ -299,7 +285,6 @@ def setting_values(field: str, entry: str, found: Mapping[str, Sequence[str]]) -
 
 
 def _setting_value(field: str, name: str, value: str) -> str | int | float:
-    """The value of one setting; `field` is the beginning of the error message."""
     if name == "row_format":
         data.check_row_format(value, field)
     elif name in _NUMBERS:

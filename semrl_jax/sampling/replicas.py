@@ -64,8 +64,7 @@ def open_client(
         if description.version and description.version.run_id != run_id:
             raise UserError(
                 f"replica {description.replica_id} belongs to run "
-                f"{description.version.run_id!r:.100}, and this run is {run_id!r}; restart "
-                "the replica to use it here."
+                f"{description.version.run_id!r:.100}; restart it to use it for run {run_id!r}."
             )
         _check_limits(description, config, num_problems, place[1])
 
@@ -120,8 +119,7 @@ def is_embedded(config: ml_collections.ConfigDict) -> bool:
 def take_addresses(config: ml_collections.ConfigDict, peers: Processes | None = None) -> None:
     """Sets `rollout.addresses` to the addresses of the file, if any; all processes call it.
 
-    Raises:
-      UserError: if an address is repeated, or the file cannot be used.
+    UserError: an address is repeated, or the file cannot be used.
     """
     rollout = config.rollout
     if rollout.addresses_file:
@@ -182,7 +180,6 @@ def _check_limits(
 def _check_measured(
     replica: ReplicaDescription, section: str, metrics: ml_collections.ConfigDict, way_out: str
 ) -> None:
-    """Raises UserError if the replica lacks hidden states or metrics that a section asks for."""
     if -1 not in replica.layers:
         raise UserError(f"replica {replica.replica_id} sends no final hidden states; {way_out}.")
     for layer in metrics.layers:

@@ -22,19 +22,12 @@ REPLICA_OPTIONS = ("stride", "window", "method", "num_threads")
 
 
 class Draw(NamedTuple):
-    """Responses to be sampled.
+    """Responses to be sampled."""
 
-    Attributes:
-      requests: one per response.
-      references: reference answer by group.
-      columns: row of the prompt by group, see `data.PromptExample`; a group may have none.
-      step: of the weights that sample them.
-    """
-
-    requests: Sequence[SampleRequest]
-    references: Mapping[int, str]
-    columns: Mapping[int, str]
-    step: int = 0
+    requests: Sequence[SampleRequest]  # one per response
+    references: Mapping[int, str]  # reference answer by group
+    columns: Mapping[int, str]  # row of the prompt by group, see `data.PromptExample`, if any
+    step: int = 0  # of the weights that sample them
 
 
 class Measuring(NamedTuple):
@@ -103,11 +96,9 @@ def distribution(rollout: ml_collections.ConfigDict) -> dict[str, Any]:
 def asked_of_replicas(
     measuring: Measuring | None, states: HiddenStateParams | None, dtype: str
 ) -> tuple[HiddenStateParams, MetricParams | None]:
-    """The hidden states that replicas send, and the metrics that they measure.
+    """The hidden states that replicas send, in this dtype, and the metrics that they measure.
 
-    Args:
-      states: layers and kinds that stay in the rollouts, in addition to those that are measured.
-      dtype: of the states.
+    `states` are layers and kinds that stay in the rollouts, in addition to the measured ones.
     """
     metrics, layers, kinds = None, (), ("decode",)
     if measuring is not None and not measuring.is_here:

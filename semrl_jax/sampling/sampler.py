@@ -19,13 +19,7 @@ from semrl_jax.sampling.requests import Draw, Measuring, asked_of_replicas, grou
 from semrl_jax.sampling.scoring import Scored, score_and_measure
 from semrl_jax.sampling.weights import Weights, WeightSync
 from semrl_jax.support.clock import Clock
-from semrl_jax.types import (
-    HiddenStateParams,
-    Rollout,
-    SampleRequest,
-    SamplingParams,
-    WeightVersion,
-)
+from semrl_jax.types import HiddenStateParams, Rollout, SampleRequest, SamplingParams, WeightVersion
 
 
 @dataclasses.dataclass
@@ -53,10 +47,7 @@ class Sampler:
     weights: Weights | None = None
 
     def send(self, weights: Weights) -> None:
-        """Gives weights to every replica; later calls sample with exactly these.
-
-        All processes call it together. Raises as `WeightSync.send`.
-        """
+        """Gives weights to every replica, in all processes; later calls sample with these."""
         self.weights = self.sync.send(weights)
 
     def sync_weights(self, params: models.Params, step: int) -> WeightVersion | None:
@@ -74,8 +65,8 @@ class Sampler:
     ) -> Scored:
         """All requested responses, scored, in (group, sample) order, in every process.
 
-        All processes call it together. If a replica has lost its weights, all processes send the
-        weights again. The process that uses the replica then samples all its groups again.
+        All processes call it together. If a replica has lost its weights, all send them again, and
+        the process that uses the replica samples all its groups again.
 
         Args:
           references: reference answer by group.

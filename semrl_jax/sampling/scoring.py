@@ -90,12 +90,10 @@ class Scored(Sequence[ScoredRollout]):
         )
 
     def in_order(self) -> Scored:
-        """The responses by group, and within a group by sample."""
         order = [(item.rollout.group_id, item.rollout.sample_index) for item in self]
         return self.take(sorted(range(len(self)), key=order.__getitem__))
 
     def with_items(self, items: Sequence[ScoredRollout]) -> Scored:
-        """The same responses and columns, with other verdicts."""
         return dataclasses.replace(self, items=items)
 
     def with_metrics(self, metrics: Metrics) -> Scored:
@@ -180,9 +178,7 @@ def submit_turns(
 ) -> list[Future[Measured]]:
     """Starts measuring each turn of an episode by itself; [] without an environment.
 
-    Args:
-      states: of the policy's own tokens.
-      whole: measures all of them, and so an only turn.
+    `states` are of the policy's own tokens. `whole` measures all of them, and so an only turn.
     """
     if rollout.turn_rewards is None:
         return []
@@ -222,10 +218,9 @@ def score_and_measure(
     arrived: Callable[[Rollout], None] = lambda rollout: None,
     clock: Clock | None = None,
 ) -> Scored:
-    """Consumes a stream of rollouts; returns them scored, in (group, sample) order.
+    """Consumes a stream of rollouts in any order; returns them scored, in (group, sample) order.
 
     Args:
-      rollouts: in any order.
       decode: the text of a response for the verifier.
       references: reference answer by group.
       columns: row of the prompt by group, see `data.PromptExample`; None: no prompt has one.
@@ -264,16 +259,9 @@ def score_and_measure(
         measurer.flush()
     started.sort(key=lambda item: (item[0].group_id, item[0].sample_index))
     with (clock or Clock())("verify"):
+        verdicts = [v if isinstance(v, Verdict) else v.result() for *_, v, _, _ in started]
         scored = Scored.of(
-            [
-                ScoredRollout(
-                    rollout,
-                    response,
-                    reference,
-                    verdict if isinstance(verdict, Verdict) else verdict.result(),
-                )
-                for rollout, response, reference, verdict, *_ in started
-            ]
+            [ScoredRollout(*item[:3], v) for item, v in zip(started, verdicts, strict=True)]
         )
     if measurer is None or not scored:
         return scored

@@ -89,13 +89,9 @@ def sample_until_kept(
       sample_round: the scored groups of a round, in the order of their prompts. It gets the number
         of the round, from 0, and the number of groups kept so far.
       rewards_of: float32 rewards, one row per group.
-      num_groups: groups of a step.
-      max_rounds: above 0.
+      max_rounds: above 0; TooFewGroups if they are used up.
       keep_by: "reward" keeps groups with unequal rewards, "correctness" those with correct and
         incorrect responses.
-
-    Raises:
-      TooFewGroups: if the rounds are used up.
 
     Source: arXiv:2503.14476 (DAPO), Sec. 3.2, where a group is kept by 0 < correct responses < G.
     """
@@ -131,11 +127,8 @@ def sample_until_kept(
         "reward/mean_sampled": np.concatenate(rewards).mean(),
         "reward/correct_sampled": all_correct.mean(),
     }
-    return Kept(
-        Scored.joined(kept),
-        num_prompts,
-        {name: float(value) for name, value in scalars.items()},
-    )
+    floats = {name: float(value) for name, value in scalars.items()}
+    return Kept(Scored.joined(kept), num_prompts, floats)
 
 
 def _equal_groups(differ: Bool[np.ndarray, " P"], correct: Bool[np.ndarray, "P G"]) -> list[int]:

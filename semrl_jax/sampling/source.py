@@ -45,18 +45,12 @@ class Source(Protocol):
     def offer(self, weights: Sequence[models.Params], step: int) -> None:
         """Gives the weights of this step, the last of `weights`.
 
-        Args:
-          weights: of consecutive steps, this step's last. The earlier ones are those that sampled
-            batches which are not trained on yet; before step 0, the weights of step 0 take their
-            place. Only a source that starts in the middle of a run uses the earlier ones.
+        Those before are of the steps that sampled batches which are not trained on yet, before step
+        0 those of step 0. Only a source that starts in the middle of a run uses them.
         """
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
-        """The batch of this step, after `offer`.
-
-        Args:
-          position: in the data, after the last step.
-        """
+        """The batch of this step, after `offer`; `position` in the data is after the last step."""
 
 
 @runtime_checkable
@@ -64,11 +58,7 @@ class Batches(Protocol):
     """What a source samples, one batch after the other, with the weights that it has sent."""
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample | None:
-        """Begins the batch of this step.
-
-        Returns:
-          The batch that is complete now: this one, or an earlier one; None if there is none.
-        """
+        """Begins the batch of this step; returns the batch that is complete now, or None."""
 
 
 @dataclasses.dataclass

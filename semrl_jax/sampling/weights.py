@@ -8,6 +8,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -90,8 +91,7 @@ class WeightSync:
     def send(self, weights: Weights) -> Weights:
         """Sends weights that are not sent yet, or once more; returns them with their version.
 
-        Raises:
-          RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
+        RuntimeError: all attempts together take longer than `rollout.call_timeout_s`.
         """
 
         def send() -> WeightVersion | None:
@@ -104,12 +104,8 @@ class WeightSync:
                 return self.send_here(weights.step, weights.read)
 
         def attempt(check_time: Callable[[], None]) -> WeightVersion | None:
-            def may_begin() -> None:
-                self.stop.check()
-                check_time()
-
             # Agree first: a process that stops here alone would block the others in a gather.
-            run_phase(self.peers, "sync_weights", may_begin)
+            run_phase(self.peers, "sync_weights", lambda: (self.stop.check(), check_time()))
             return run_phase(self.peers, "sync_weights", send)
 
         failure = f"no replica took the weights of step {weights.step}"
@@ -121,27 +117,19 @@ class WeightSync:
         return self.client.sync_weights(specs, read, step=step)
 
     def sampled(self, weights: Weights, sample_here: Callable[[], None]) -> None:
-        """Calls `sample_here`, again after replicas have got weights that they had lost.
-
-        Raises:
-          RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
-        """
+        """Calls `sample_here`, again after replicas have got weights that they had lost, as `send`."""
         num_attempts = itertools.count()
 
         def attempt(check_time: Callable[[], None]) -> None:
-            def work() -> None:
-                check_time()
-                sample_here()
-
             if next(num_attempts):
                 self.send(weights)
-            run_phase(self.peers, "sample", work)
+            run_phase(self.peers, "sample", lambda: (check_time(), sample_here()))
 
         failure = f"the responses of step {weights.step} did not come"
         self._repeated(attempt, weights.step, failure)
 
     def _repeated(self, attempt: Callable[[Callable[[], None]], T], step: int, failure: str) -> T:
-        """What an attempt returns, the first that ends without a Retry.
+        """What the first attempt that ends without a Retry returns.
 
         Each gets a function that raises RuntimeError if another one failed and the time is over.
         """
@@ -215,12 +203,10 @@ def send_together(
             return sync(read)
     except (Exception, Preempted) as error:
         if not agreed:
-            agree(functools.partial(_raise, error))
+            failed: Future = Future()
+            failed.set_exception(error)
+            agree(failed.result)
         raise
     finally:
         if reading:
             collections.deque(arrays, maxlen=0)
-
-
-def _raise(error: BaseException) -> None:
-    raise error

@@ -52,9 +52,8 @@ class Environment:
 
 def _primes(random_: random.Random) -> tuple[str, int]:
     below = random_.randrange(1000, MAX_PRIME)
-    return f"What is the sum of all primes below {below}?", sum(
-        p for p in _all_primes() if p < below
-    )
+    total = sum(p for p in _all_primes() if p < below)
+    return f"What is the sum of all primes below {below}?", total
 
 
 def _divisors(random_: random.Random) -> tuple[str, int]:

@@ -74,10 +74,8 @@ class Environment:
                 f"{', '.join(MOVES)}, or be left out."
             )
         if family in HIDDEN and opponent != RANDOM:
-            raise UserError(
-                f"game={game!r}: self-play would show each side the other's cards; set "
-                f"opponent={RANDOM}."
-            )
+            why = "self-play would show each side the other's cards"
+            raise UserError(f"game={game!r}: {why}; set opponent={RANDOM}.")
         self._game, self._options, self._family = game, options, family
         self._opponent = opponent
         self.is_self_play = family in MOVES and not opponent
@@ -150,7 +148,6 @@ def rewards_of_both(outcome: float, num_turns: int) -> list[float]:
 
 
 def games() -> list[str]:
-    """The games that can be played, as textarena calls them."""
     return [
         name
         for name in _package().envs.registration.ENV_REGISTRY

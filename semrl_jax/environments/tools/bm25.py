@@ -37,10 +37,8 @@ def search_tool(
     paragraph of a .txt or .md file. The score of a passage is BM25 (Robertson and Zaragoza 2009)
     with k1 = 1.5, b = 0.75 and idf = log(1 + (N - n + 0.5) / (n + 0.5)), which is never negative.
     Words are runs of letters and digits in lower case. A Chinese or Japanese character is a word.
-    Passages of equal score stand in the order of the corpus.
-
-    The index is in memory: 10 MB of text take 90 MB and a few seconds. A package for it would be a
-    dependency in place of 20 lines of NumPy.
+    Passages of equal score stand in the order of the corpus. The index is in memory: 10 MB of text
+    take 90 MB and a few seconds.
 
     Args:
       corpus: a file, or a directory of such files, which are read in the order of their paths.
@@ -83,7 +81,6 @@ def _words(text: str) -> list[str]:
 
 
 def _postings(passages: list[str]) -> dict[str, _Postings]:
-    """The postings of every word of the corpus."""
     rows: dict[str, list[int]] = collections.defaultdict(list)
     counts: dict[str, list[int]] = collections.defaultdict(list)
     lengths = np.zeros(len(passages))

@@ -47,9 +47,8 @@ class ToolFormat(NamedTuple):
     def parse(self, response: str) -> list[Call]:
         """The calls in a response, in their order; [] if it makes none.
 
-        Args:
-          response: with the special tokens. Llama's `<|python_tag|>` is one. An end marker is
-            ignored, and so is everything before the end of the thoughts, `</think>`.
+        The response has its special tokens: Llama's `<|python_tag|>` is one. An end marker is
+        ignored, and so is everything before the end of the thoughts, `</think>`.
         """
         response = response.rstrip()
         for end in _ENDS:
@@ -96,32 +95,19 @@ class ToolFormat(NamedTuple):
 
 
 class Toolbox:
-    """Tools, and the form in which the policy calls them.
-
-    Args:
-      functions: the tools, see `functions.schemas`.
-
-    Attributes:
-      schemas: of the tools.
-      form: of the calls.
-
-    Raises:
-      UserError: if a schema cannot be derived.
-    """
+    """Tools, their schemas, and the form in which the policy calls them; raises as `schemas`."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
         self.functions, self.schemas = list(functions), schemas(functions)
         self.form = choose_format(None)
 
     def told(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """A prompt from which the policy knows the tools."""
         return self.form.told(messages, self.schemas)
 
     def answers(self, response: str, max_chars: int) -> list[Answer]:
         """Runs the tools that a response calls, one after the other; [] if it calls none.
 
-        Args:
-          max_chars: of all answers together. Each has an equal part.
+        `max_chars` are of all answers together. Each has an equal part.
         """
         calls = self.form.parse(response) if self.functions else []
         room = max_chars // max(1, len(calls)) - _AROUND_ANSWER
@@ -139,10 +125,8 @@ def choose_format(
       chat_template: of its tokenizer; None if it has none.
       name: "hermes", "llama3" or "json". "auto" takes the form of the template, or "json" if the
         template knows no tools.
-      field: of the config that has the name, for error messages.
-
-    Raises:
-      UserError: if there is no such form, or the template has another one than these.
+      field: of the config that has the name. UserError: there is no such form, or the template
+        has another one than these.
     """
     if name not in ("auto", *_FORMATS):
         raise UserError(f"{field}={name!r} must be one of auto, {', '.join(_FORMATS)}.")
@@ -157,7 +141,6 @@ def choose_format(
 
 
 def tool_format(name: str, in_template: bool) -> ToolFormat:
-    """The form with this name."""
     return ToolFormat(name, in_template, *_FORMATS[name])
 
 

@@ -73,15 +73,13 @@ class Answer(NamedTuple):
 def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     """The JSON schema of each tool, as chat templates take them.
 
-    Raises:
-      UserError: if two tools have the same name, or a schema cannot be derived: not a plain
-        function, no docstring, an argument without type or description, or an unknown type.
+    Raises UserError if two tools have the same name, or one cannot be derived: not a plain
+    function, no docstring, an argument without type or description, or an unknown type.
     """
     found = [_schema(function) for function in functions]
     names = [schema["function"]["name"] for schema in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"tools has {name!r} twice; give each function its own name.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"tools has {twice[0]!r} twice; give each function its own name.")
     return found
 
 
@@ -98,11 +96,8 @@ def call(functions: Sequence[Callable[..., Any]], request: Call, max_chars: int 
 
     Args:
       functions: the tools; `schemas` has accepted them.
-      request: the call. Every fault in it becomes an answer.
+      request: the call. Every fault in it, and every failure of the function, becomes an answer.
       max_chars: a longer answer ends there, with a note of at most 40 characters.
-
-    Returns:
-      An answer, also if the function fails. Its time and memory have no limit.
     """
     if request.error:
         return _failed("malformed", request.error)
@@ -162,9 +157,8 @@ def _arguments(function: Callable[..., Any], given: dict[str, Any]) -> dict[str,
     """The arguments as the function's types have them."""
     parameters, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
     takes = f"it takes {', '.join(parameters) or 'none'}"
-    for name in given:
-        if name not in parameters:
-            raise _MisfitError(f"unknown argument {_shown(name)}; {takes}")
+    if unknown := [name for name in given if name not in parameters]:
+        raise _MisfitError(f"unknown argument {_shown(unknown[0])}; {takes}")
     for name, parameter in parameters.items():
         if name not in given and parameter.default is parameter.empty:
             raise _MisfitError(f"argument {name!r} is missing; {takes}")
@@ -188,6 +182,12 @@ def _fit(value: Any, hint: Any, where: str, parse: bool = True) -> Any:
                 if json.dumps(value) == allowed:
                     return result
             raise _must_be(where, f"one of {', '.join(_choices(hint))}", value)
+        case "string" if isinstance(value, str):
+            return value
+        case "null" if value is None:
+            return value
+        case "boolean" if isinstance(value, bool):
+            return value
         case "array" if isinstance(value, list):
             items = options if _origin(hint) is tuple else options * len(value)
             if options and len(items) != len(value):
@@ -202,12 +202,6 @@ def _fit(value: Any, hint: Any, where: str, parse: bool = True) -> Any:
                     key: _fit(item, options[1], f"{where}[{_shown(key)}]", parse)
                     for key, item in value.items()
                 }
-            return value
-        case "string" if isinstance(value, str):
-            return value
-        case "null" if value is None:
-            return value
-        case "boolean" if isinstance(value, bool):
             return value
         case "integer" if type(value) is int or (type(value) is float and value.is_integer()):
             return int(value)
@@ -309,18 +303,14 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(function)
     except Exception as e:
-        raise UserError(
-            f"tools has {name!r}, whose types cannot be read ({_error_text(e)}); import them in "
-            "its module."
-        ) from e
+        why = f"whose types cannot be read ({_error_text(e)}); import them in its module."
+        raise UserError(f"tools has {name!r}, {why}") from e
     properties, required = {}, []
     for argument, parameter in inspect.signature(function).parameters.items():
         where = f"tools has {name!r}, whose argument {argument!r}"
         if argument == "self":
-            raise UserError(
-                f"tools has {name!r}, a method of the class; in __init__, write self.tools = "
-                f"[self.{name}]."
-            )
+            way_out = f"in __init__, write self.tools = [self.{name}]."
+            raise UserError(f"tools has {name!r}, a method of the class; {way_out}")
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"{where} cannot be given by name; write it out without * and /.")
         if argument not in hints:

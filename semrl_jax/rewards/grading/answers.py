@@ -8,13 +8,7 @@ from collections.abc import Callable, Sequence
 
 from semrl_jax.rewards.grading import expressions, real_sets, relations, units
 from semrl_jax.rewards.grading.numbers import Number, numbers_equal, parse_number
-from semrl_jax.rewards.grading.splitting import (
-    Parts,
-    at_top_level,
-    bracketed,
-    condition,
-    split,
-)
+from semrl_jax.rewards.grading.splitting import Parts, at_top_level, bracketed, condition, split
 from semrl_jax.rewards.grading.text import MAX_CHARS, is_words, same_text, split_unit
 
 MAX_LEVELS = 4  # of parts in parts, such as a set of pairs
@@ -42,13 +36,9 @@ def equal(answer: str, reference: str, *, percent: bool = False) -> bool:
     6. Words: never equal here, because rule 1 has compared them.
     7. Expressions: the same values, see `expressions_equal`.
 
-    Args:
-      answer: as the model wrote it, without a box.
-      reference: the right answer, as the benchmark writes it.
-      percent: whether a number may differ by a factor of 100, see `numbers_equal`.
-
-    Returns:
-      False also if an answer is longer than 4096 characters. Hostile text may run long.
+    The answer is as the model wrote it, without a box, and the reference as the benchmark writes
+    it. `percent`: see `numbers_equal`. An answer of more than 4096 characters is not equal. Hostile
+    text may run long.
     """
     if max(len(answer), len(reference)) > MAX_CHARS:
         return False

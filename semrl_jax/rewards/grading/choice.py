@@ -53,8 +53,7 @@ def reference_letters(
     reference: str, letters: str, choices: Sequence[str], equal: Callable[[str, str], bool]
 ) -> str:
     """The letters of a reference answer: `C`, `(C)`, `ACD`, `C. 1-i`, or the text of an option."""
-    found = _written(reference, letters)
-    return found or _by_text(reference, letters, choices, equal)
+    return _written(reference, letters) or _by_text(reference, letters, choices, equal)
 
 
 def chosen_letters(
@@ -86,11 +85,9 @@ def chosen_letters(
       equal: tells whether the box is the text of an option.
     """
     if box is not None:
-        return (
-            _written(box, letters)
-            or _by_text(box, letters, choices, equal)
-            or _only_alone(box, letters)
-        )
+        found = reference_letters(box, letters, choices, equal)
+        alone = set(re.findall(rf"(?<![A-Za-z\\])[{letters}](?![A-Za-z'])", box))
+        return found or (alone.pop() if len(alone) == 1 else "")
     found = announced_letters(response, letters)
     return _last_alone(response, letters) if found is None else found
 
@@ -133,16 +130,16 @@ def _written(text: str, letters: str) -> str:
 def _by_text(
     text: str, letters: str, choices: Sequence[str], equal: Callable[[str, str], bool]
 ) -> str:
+
+    def same(a: str, b: str) -> bool:
+        return same_text(normalized(a), normalized(b))
+
     options = [(letter, option_text(option)) for letter, option in zip(letters, choices)]
-    for compare in (_same, equal):  # 62, 34 is not the option 34, 62
+    for compare in (same, equal):  # 62, 34 is not the option 34, 62
         found = [letter for letter, option in options if compare(text, option)]
         if len(found) == 1:
             return found[0]
     return ""
-
-
-def _same(a: str, b: str) -> bool:
-    return same_text(normalized(a), normalized(b))
 
 
 def _leading(text: str, letters: str) -> str | None:
@@ -160,11 +157,6 @@ def _leading(text: str, letters: str) -> str | None:
         return None
     found = [character for character in match[1] if character in letters]
     return "".join(sorted(set(found)))
-
-
-def _only_alone(text: str, letters: str) -> str:
-    found = set(re.findall(rf"(?<![A-Za-z\\])[{letters}](?![A-Za-z'])", text))
-    return found.pop() if len(found) == 1 else ""
 
 
 def _last_alone(text: str, letters: str) -> str:

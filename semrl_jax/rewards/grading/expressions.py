@@ -154,9 +154,9 @@ def constant(text: str) -> Any:
             found = value(tree, {})
         except NO_VALUE:
             return None
-        return (
-            found if isinstance(found, Fraction) else mpmath.re(found) if _is_real(found) else None
-        )
+        if isinstance(found, Fraction):
+            return found
+        return mpmath.re(found) if _is_real(found) else None
 
 
 def as_fraction(x: Any) -> Fraction:
@@ -189,8 +189,12 @@ def same_values(
     for digits in (DIGITS, MORE_DIGITS):
         with mpmath.workdps(digits):
             pairs = _values(first, second, points, is_complex)
-            if up_to_a_factor:
-                pairs = _with_one_factor(pairs)
+            if up_to_a_factor:  # the ratio of the first pair without a 0
+                exact = Fraction(0)
+                pivots = (p for p in pairs if all(_near(x, 0, exact, DIGITS) is False for x in p))
+                pivot = next(pivots, None)
+                factor = _divide(*pivot) if pivot else Fraction(1)
+                pairs = [(x, _multiply([factor, y])) for x, y in pairs]
             near = [_near(x, y, rounding, digits) for x, y in pairs]
         if None not in near:
             return bool(near) and all(near)
@@ -209,13 +213,6 @@ def _values(first: Any, second: Any, points: Any, is_complex: bool) -> list[tupl
     least = 1 if len(points) == 1 else MIN_POINTS
     used = real if len(real) >= least and not is_complex else values
     return used if len(used) >= least else []
-
-
-def _with_one_factor(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The pairs, with the second values multiplied by the ratio of the first pair without a 0."""
-    pivot = next((p for p in pairs if all(_near(x, 0, Fraction(0), DIGITS) is False for x in p)), 0)
-    factor = _divide(*pivot) if pivot else Fraction(1)
-    return [(x, _multiply([factor, y])) for x, y in pairs]
 
 
 @functools.lru_cache(maxsize=256)
@@ -272,8 +269,7 @@ def _near(a: Any, b: Any, rounding: Fraction, digits: int) -> bool | None:
 def value(tree: Any, point: Mapping[str, Any]) -> Any:
     """The value of a tree: a Fraction where that is exact, else an mpmath number.
 
-    Raises:
-      ArithmeticError: if there is none, or a number is above the limits.
+    Raises ArithmeticError if there is none, or a number is above the limits.
     """
     import mpmath
 

@@ -72,12 +72,8 @@ class Number(NamedTuple):
 def parse_number(text: str, *, with_words: bool = False) -> Number | None:
     """Reads integer, decimal, fraction, mixed number, scientific notation, and percent.
 
-    Args:
-      text: normalised, see `text.normalized`.
-      with_words: whether words after the number are left out: `7 apples`, also `12元`.
-
-    Returns:
-      None if the text is anything else, or the number is above the limits.
+    The text is normalised. `with_words` leaves out words after the number: `7 apples`, `12元`.
+    None if the text is anything else, or the number is above the limits.
     """
     text = _DIGITS_OF.get(text.casefold(), text)
     if len(text) > MAX_CHARS or not re.search("[0-9]", text) or not text.isprintable():
@@ -150,8 +146,7 @@ def numbers_equal(a: Number, b: Number, *, percent: bool = False) -> bool:
     truncated from, if it has four digits or more: 0.3333 is 1/3; 9.999999 is not 10, 70001 is not
     70000, and 2.5 is not 2.50001. Percent: a number may also be 100 times the other or a hundredth
     of it if one of them has a percent sign, or with `percent`. The evaluation protocol does that
-    with every pair, and takes all numbers within 1e-4 for equal. It would call 500 right where the
-    answer is 5, and 70001 where it is 70000.
+    with every pair, and takes all numbers within 1e-4 for equal, such as 70001 and 70000.
     """
     if a.is_percent and b.is_percent:
         pairs = [(a, b)]

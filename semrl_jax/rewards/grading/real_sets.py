@@ -52,7 +52,15 @@ def as_real_set(text: str) -> RealSet | None:
     if member := _MEMBER.fullmatch(text):
         found = as_real_set(member[2].strip())
         return found and found._replace(name=member[1])
-    for separator, combine in ((_OR, any), (_AND, all), (_WITHOUT, _without)):
+
+    def without(memberships: Any) -> bool:
+        first, *others = memberships
+        return first and not any(others)
+
+    def combined(sets: list[RealSet], combine: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        return lambda x: combine(s.contains(x) for s in sets)
+
+    for separator, combine in ((_OR, any), (_AND, all), (_WITHOUT, without)):
         pieces = at_top_level(text, separator)
         if 1 < len(pieces) <= MAX_PIECES:
             sets = [as_real_set(piece) for piece in pieces]
@@ -60,7 +68,7 @@ def as_real_set(text: str) -> RealSet | None:
             if None in sets or len(names) > 1:
                 return None
             ends = tuple(end for s in sets for end in s.ends)
-            return RealSet(_combined(sets, combine), ends, *names)
+            return RealSet(combined(sets, combine), ends, *names)
     return _interval(text) or _finite(text) or _inequality(text)
 
 
@@ -79,15 +87,6 @@ def equal(a: RealSet, b: RealSet) -> bool | None:
             return all(a.contains(x) is b.contains(x) for x in (*ends, *between, *outside))
         except expressions.NO_VALUE:
             return None
-
-
-def _without(memberships: Any) -> bool:
-    first, *others = memberships
-    return first and not any(others)
-
-
-def _combined(sets: list[RealSet], combine: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: combine(s.contains(x) for s in sets)
 
 
 def _interval(text: str) -> RealSet | None:
@@ -147,11 +146,9 @@ def _inequality(text: str) -> RealSet | None:
         ends += found
 
     def side(tree: Any, x: Any) -> Any:
-        return (
-            _INFINITY[tree] * 10**30
-            if isinstance(tree, str)
-            else expressions.value(tree, {name: x})
-        )
+        if isinstance(tree, str):
+            return _INFINITY[tree] * 10**30
+        return expressions.value(tree, {name: x})
 
     def contains(x: Any) -> bool:
         try:
@@ -191,8 +188,7 @@ def _where(tree: Any, name: str, target: Any) -> list[Any] | None:
 def _sign(a: Any, b: Any) -> int:
     """-1, 0 or 1: how a compares with b; numbers that agree to 25 digits are equal.
 
-    Raises:
-      ValueError: if one is not real.
+    ValueError: one is not real.
     """
     import mpmath
 

@@ -63,11 +63,8 @@ def results(text: str) -> list[str]:
         return []
     if signs == ["="] and parts[1] == "0" and re.search("[a-zA-Z]", parts[0]):
         return []
-    return (
-        parts[-2:]
-        if signs[-1] == r"\approx" and (len(signs) > 1 or not is_name(parts[0]))
-        else parts[-1:]
-    )
+    has_two = signs[-1] == r"\approx" and (len(signs) > 1 or not is_name(parts[0]))
+    return parts[-2:] if has_two else parts[-1:]
 
 
 def as_equation(text: str) -> tuple[str, str] | None:

@@ -6,12 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from semrl_jax.rewards.extraction import (
-    find_answer,
-    first_sentence,
-    has_complete_box,
-    is_boxed,
-)
+from semrl_jax.rewards.extraction import find_answer, first_sentence, has_complete_box, is_boxed
 from semrl_jax.rewards.grading import choice, expressions
 from semrl_jax.rewards.grading.answers import equal
 from semrl_jax.rewards.grading.text import MAX_CHARS, normalized
@@ -99,9 +94,7 @@ def _checked(row: Mapping[str, Any], reference: str) -> tuple[str, list[str]]:
         raise ValueError(f"letters={letters!r:.50} of the row must be capital letters{_RENAME}")
     for name in ("references", "choices"):
         values = row.get(name) or []
-        if not isinstance(values, list) or not all(
-            isinstance(v, (str, int, float)) for v in values
-        ):
+        if not (isinstance(values, list) and all(isinstance(v, str | int | float) for v in values)):
             raise ValueError(f"{name}={values!r:.50} of the row must be a list of texts{_RENAME}")
     return kind, [reference, *map(str, row.get("references") or [])]
 

@@ -24,13 +24,11 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
     answer = tagged_answer(response)
     expected, found = roles(reference), roles(answer or "")
     correct = bool(expected) and found == expected
-    if answer is None or not expected.keys() <= found.keys():
+    formatted = answer is not None
+    of_answer = 2.0 if correct else -1.5
+    if not formatted or not expected.keys() <= found.keys():
         of_answer = -2.0
-    else:
-        of_answer = 2.0 if correct else -1.5
-    return Verdict(
-        of_answer + (-1.0 if answer is None else 1.0), correct, answer is not None, answer
-    )
+    return Verdict(of_answer + (1.0 if formatted else -1.0), correct, formatted, answer)
 
 
 def roles(text: str) -> dict[str, str]:

@@ -67,8 +67,8 @@ def send_weights(
       ended: once set, the update is cancelled.
 
     Returns:
-      The version, and the error of each replica that failed. The other replicas serve the version.
-      It is None if all replicas failed before the last tensor was read.
+      The version that the other replicas serve, and the error of each replica that failed. None if
+      all replicas failed before the last tensor was read.
 
     Raises:
       UserError, ValueError: the arrays do not fit the specs, or a replica refuses the weights
@@ -313,7 +313,8 @@ class _InChunks:
         """Returns bytes that stay unchanged until the update ends."""
         for start in range(0, len(data), codec.CHUNK_BYTES):
             chunk = data[start : start + codec.CHUNK_BYTES]
-            message = codec.encode_tensor_chunk(index, chunk)  # once for all replicas
+            # Once for all replicas.
+            message = codec.encode_chunk(pb.TensorChunk(tensor_index=index), chunk)
             for receiver in self._receivers:
                 receiver.put(message)
         return data
@@ -379,11 +380,11 @@ class _Hashing(contextlib.AbstractContextManager):
 
     def _start(self) -> None:
         batch, self._batch, self._num_bytes = self._batch, [], 0
-        self._started.append(self._pool.submit(_checksums, batch))
 
+        def checksums() -> list[bytes]:
+            return [codec.checksum(data).digest() for data in batch]
 
-def _checksums(batch: Sequence[UInt8[np.ndarray, " _"]]) -> list[bytes]:
-    return [codec.checksum(data).digest() for data in batch]
+        self._started.append(self._pool.submit(checksums))
 
 
 def _checked(spec: TensorSpec, array: np.ndarray | Array) -> np.ndarray | Array:

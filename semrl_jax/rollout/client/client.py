@@ -198,10 +198,9 @@ class RolloutClient(contextlib.AbstractContextManager):
     ) -> WeightVersion:
         """Streams the weights to all replicas at the same time and commits them.
 
-        A replica of this process takes arrays that are on devices as they are.
-
-        A replica that is slower than another one by `sync_wait_s` is set aside. Before, replicas
-        join and leave as `find_addresses` says. One that cannot be used is reported and left out.
+        A replica of this process takes arrays that are on devices as they are. One that is slower
+        than another one by `sync_wait_s` is set aside. Before, replicas join and leave as
+        `find_addresses` says; one that cannot be used is reported and left out.
 
         Args:
           read: starts a pass over the arrays in the order of `specs`. Called once, and once more
@@ -275,11 +274,10 @@ class RolloutClient(contextlib.AbstractContextManager):
         remaining samples go to the others, or are retried with growing pauses. A response that a
         replica aborts is sampled again, at most twice. Close the iterator to end the call early.
 
-        With `groups_per_call`, calls have this many groups, for any number of replicas. A free
-        replica gets the next call. One that has nothing to do is asked for a slow call of another
-        one: the first response of each sample is kept. Replicas with a deterministic engine are
-        always asked for whole calls, also after a failure. So the responses then do not depend on
-        the number of replicas, on their speed, or on which of them fails.
+        With `groups_per_call`, calls have this many groups, and a free replica gets the next one.
+        One that has nothing to do is asked for a slow call of another one: the first response of
+        each sample is kept. Deterministic engines are always asked for whole calls. So their
+        responses do not depend on the number of replicas, on their speed, or on failures.
 
         Args:
           requests: their sample ids must be unique.
@@ -288,11 +286,11 @@ class RolloutClient(contextlib.AbstractContextManager):
             hidden states need not be sent.
           groups_per_call: 0: every replica gets one call of an equal part.
           keep: see `GenerateCall.keep`; ends with `release`, or with the weights.
-          resync: called if no replica serves `version` any more, for example after a restart. It
-            should call `sync_weights` with the same weights, which gives the same version.
-          read: starts a pass over the arrays of `version`, as for `sync_weights`. Replicas that
-            have lost the weights then get them again, in a thread, while others sample. The thread
-            reads until the iterator ends or is closed. None: they wait for the next sync.
+          resync: called if no replica serves `version` any more. It should call `sync_weights` with
+            the same weights, which gives the same version.
+          read: starts a pass over the arrays of `version`. Replicas that have lost the weights then
+            get them again, in a thread that reads until the iterator ends or is closed, while
+            others sample. None: they wait for the next sync.
 
         Raises:
           RuntimeError: the deadline passed, no replica serves `version`, a response was aborted for
@@ -300,9 +298,7 @@ class RolloutClient(contextlib.AbstractContextManager):
           UserError, ValueError: a replica refuses the call permanently, or does not offer what it
             asks for.
         """
-        call = codec.GenerateCall(
-            tuple(requests), sampling, hidden_states, version, metrics, keep=keep
-        )
+        call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics, keep)
 
         def resync_once() -> WeightVersion:
             with self._one_resync:
@@ -374,8 +370,7 @@ class RolloutClient(contextlib.AbstractContextManager):
 
     def _adopt(self, replica: Replica, description: ReplicaDescription) -> None:
         """Notes that the replica can be used, and its weights."""
-        replica.version = description.version
-        replica.answers = True
+        replica.version, replica.answers = description.version, True
         replica.succeeded()
 
     def _note_weights(self, replica: Replica, version: WeightVersion) -> None:
@@ -415,11 +410,9 @@ class RolloutClient(contextlib.AbstractContextManager):
 
         With `find_addresses`, a wrong replica ends nothing.
         """
-        fatal = error
-        if isinstance(error, grpc.RpcError):
-            fatal = fatal_error(replica, error)
-            if fatal is None:
-                return describe_error(error)
+        is_rpc = isinstance(error, grpc.RpcError)
+        if (fatal := fatal_error(replica, error) if is_rpc else error) is None:
+            return describe_error(error)
         if self._find_addresses is None or not isinstance(fatal, UserError | ValueError):
             raise fatal from error
         return str(fatal)

@@ -35,10 +35,7 @@ def split_by_group(
     num_parts: int,
     homes: Mapping[int, int] = MappingProxyType({}),
 ) -> list[list[SampleRequest]]:
-    """Assigns whole groups to the parts in turn, or to their home if they have one.
-
-    Depends on the order of the requests and the homes only.
-    """
+    """Assigns whole groups to the parts in turn, or to their home if they have one."""
     part_of: dict[int, int] = {}
     parts: list[list[SampleRequest]] = [[] for _ in range(num_parts)]
     for request in requests:
@@ -194,7 +191,6 @@ class Dispatcher:
         return [r for r in self._replicas() if r.version == self._call.version and not r.is_leaving]
 
     def _missing(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
-        """The requests without a response."""
         return [r for r in requests if r.sample_id in self._pending]
 
     def _num_running(self, replica: Replica) -> int:
@@ -231,10 +227,7 @@ class Dispatcher:
         self._cancelled.append(stream)
 
     def _cancel_surplus(self, last: _Stream) -> None:
-        """Once all responses of a unit are there, ends its calls that would send more.
-
-        `last` sent the latest one.
-        """
+        """Once all responses of the unit of the latest one are there, ends calls that would send more."""
         if self._missing(last.unit.requests):
             return
         for stream in list(last.unit.streams):
@@ -334,8 +327,7 @@ class Dispatcher:
         if self._num_aborts[sample_id] >= _MAX_ABORTS:
             raise RuntimeError(
                 f"response {sample_id!r} was aborted {_MAX_ABORTS} times, last by "
-                f"{stream.replica.name}; let nothing call Abort on the replicas while responses "
-                "are sampled."
+                f"{stream.replica.name}; call no Abort while responses are sampled."
             )
 
     def _end(self, stream: _Stream, error: Exception | None) -> None:
@@ -478,8 +470,7 @@ class _Stream:
     def silent_s(self, now: float) -> float:
         """Seconds since the client began to wait for the next message.
 
-        A call that waits on the replica for others of this client, such as those of other threads,
-        is not silent before them.
+        A call that waits on the replica for others of this client is not silent before them.
         """
         return now - max(self.waiting_since, self.replica.heard_at)
 

@@ -73,7 +73,6 @@ class LocalReplica(Replica):
         return self._service.describe().compiling
 
     def generate(self, call: GenerateCall, timeout_s: float) -> LocalResponses:
-        """Starts a call, which has no deadline of its own."""
         return LocalResponses(self, call)
 
     async def _rollouts(self, call: GenerateCall) -> AsyncIterator[Rollout]:
@@ -190,10 +189,7 @@ async def _cancel_all() -> None:
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs a loop until it is stopped, and ends it.
-
-    Its own thread ends it, because the caller's may run a loop: that of a notebook does.
-    """
+    """Runs a loop until it is stopped, and ends it in its own thread: a notebook's runs a loop."""
     loop.run_forever()
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(loop.shutdown_default_executor())

@@ -50,8 +50,7 @@ class RemoteReplica(Replica):
         else:
             raise UserError(
                 f"rollout.addresses: {address!r} is not loopback, so the token would travel in the "
-                "clear; set rollout.tls_ca_file to the PEM file of the replica's certificate "
-                "authority."
+                "clear; set rollout.tls_ca_file to the PEM file of the certificate authority."
             )
         # Replies stay bytes, so that what is no message gets our error, and chunks are not copied.
         self._describe = self._channel.unary_unary(f"/{codec.SERVICE_NAME}/Describe")
@@ -109,11 +108,10 @@ class RemoteReplica(Replica):
         closing.join(_CLOSE_S)
 
     def _start(self, method, request, timeout_s: float):
-        """Starts a call that runs concurrently with its caller.
+        """Starts a call that runs concurrently with its caller, in a thread.
 
-        Signal handlers raise in the main thread only, so the call is started in another thread:
-        gRPC counts a call before it creates the thread that serves it, and an exception between the
-        two would keep the channel from ever closing.
+        Signal handlers raise in the main thread only. gRPC counts a call before it creates the
+        thread that serves it; an exception between the two would keep the channel from closing.
         """
         started: concurrent.futures.Future = concurrent.futures.Future()
 

@@ -41,8 +41,8 @@ class Waits:
       sync_wait_s: after one replica has confirmed the weights, the others have this long. A replica
         may also make the others wait this long for the next bytes.
       generate_timeout_s: of one `generate`, retries included.
-      stall_timeout_s: a replica that sends nothing for this long loses its call. It must exceed the
-        time to the first response of a batch, compilation included.
+      stall_timeout_s: a replica that sends nothing for this long, compilation included, loses its
+        call.
       progress_every_s: interval between two lines about the same wait.
       progress: takes one line; the default logs it as a warning.
     """
@@ -111,7 +111,6 @@ class Load:
                 self._count(busy_s=time.monotonic() - self._busy_since)
 
     def add(self, num_tokens: int) -> None:
-        """Counts a response."""
         with self._lock:
             self._count(responses=1, tokens=num_tokens)
 
@@ -158,9 +157,8 @@ class Replica(abc.ABC):
       answers: whether the last question for its description was answered.
       is_leaving: it gets no further call.
       heard_at: the `time.monotonic()` of its last message while it had more calls than it runs at
-        once. The others wait their turn.
-      answered: kinds of calls it has sent a response to. The first response of another kind may
-        have to wait for compilation.
+        once: the others wait their turn.
+      answered: kinds of calls it has sent a response to; a first response may wait for compilation.
       load: counts its calls; `Load` of its own unless one is given.
     """
 
@@ -182,7 +180,6 @@ class Replica(abc.ABC):
 
     @property
     def calls_at_once(self) -> int:
-        """Generate calls that it gets at a time; one if it does not say."""
         told = self.description.calls_at_once if self.description else 0
         return min(max(told, 1), _MAX_CALLS_AT_ONCE)
 

@@ -22,8 +22,7 @@ class EngineDeadError(RuntimeError):
 class Engine(abc.ABC):
     """Samples responses from one model. The service has already checked every request.
 
-    The service calls it from one event loop, and `commit_weight_update` only while no `generate`
-    runs.
+    It calls the engine from one event loop, and commits weights only while no `generate` runs.
     """
 
     async def start(self) -> None:
@@ -54,27 +53,25 @@ class Engine(abc.ABC):
     def lend_tensors(self, tensors: Mapping[str, np.ndarray]) -> bool:
         """Offers the bytes of all tensors in the memory of the sender, read-only, by name.
 
-        They are complete when `load_tensors` names them, and unchanged until it returns. If the
-        engine takes them, by returning True, no staging buffer is asked for.
+        They are complete when `load_tensors` names them, and unchanged until it returns. An engine
+        that takes them returns True; no staging buffer is asked for then.
         """
         return False
 
     def load_tensors(self, names: Sequence[str]) -> None:
         """The buffers of these tensors are full and will not change; loading may begin.
 
-        The service calls it in threads, several at a time, while responses are sampled. The weights
-        in use must not change before the commit. The memory of these buffers may be used again, for
-        tensors whose buffer was not asked for yet.
+        Called in threads, several at a time, while responses are sampled with the weights in
+        use, which stay until the commit. The memory of these buffers may be used again, for tensors
+        whose buffer was not asked for yet.
         """
 
     def load_arrays(self, arrays: Iterable[tuple[str, np.ndarray | Array]]) -> list[str]:
         """Loads all tensors, by name, from arrays of this process; no buffer is asked for.
 
-        The arrays may be on devices, also on others than the engine's. The iterator is read in the
-        caller's thread. Only an engine that is embedded in the trainer needs this.
-
-        Returns:
-          The names of the tensors with values that are not finite.
+        The arrays may be on devices, also on others than the engine's; the iterator is read in the
+        caller's thread. Only an embedded engine needs this. Returns the names of the tensors with
+        values that are not finite.
         """
         raise NotImplementedError
 

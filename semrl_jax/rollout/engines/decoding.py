@@ -13,8 +13,7 @@ next one and begin with those of earlier calls: see keeping.py. Every step of th
    tokens that were sampled after one are dropped, and the slot is made inactive.
 
 All slots write the next token into the same column, so that it is one contiguous write. The
-response columns are a ring: the columns of a response are the last ones before the next column,
-whenever it began.
+response columns are a ring: a response has the last ones before the next column.
 
 The schedule depends on the requests and on the sampled lengths only, never on time.
 
@@ -248,11 +247,10 @@ def decode_chunk(
     hidden_states: HiddenStateParams,
     num_tokens: int,
 ) -> tuple[Slots, Chunk]:
-    """Generates up to `num_tokens` tokens in every active slot.
+    """Generates up to `num_tokens` tokens in every active slot; ends early once none is active.
 
     The first one is written at `next_column` of the response columns. A response ends with one of
     the tokens `end_ids` (-1 is padding), or after `max_tokens` tokens.
-    The loop ends early once no slot is active.
     """
     batch = slots.active.shape[0]
     num_layers, layers = policy.config.num_layers, hidden_states.layers
@@ -364,12 +362,40 @@ def resize_slots(
     """Gathers B slots and R rows of prompts, and moves their ring to one of `columns` columns.
 
     The ring then begins with what is at `first_column` now; None leaves all columns where they are,
-    which is faster. Further columns hold what nobody reads.
+    which is faster.
 
     `kept` and `kept_rows` have indices; one beyond the end gives a free slot or row. On a mesh they
     have equal parts, one per data shard, and indices count from the shard's first slot or row.
     """
-    resize_shard = functools.partial(_resize_shard, columns=columns)
+
+    def resize_shard(slots, kept, kept_rows, first_column):
+        def moved(array, axis, empty=0):
+            size = min(columns, array.shape[axis])
+            if first_column is None:
+                array = jax.lax.slice_in_dim(array, 0, size, axis=axis)
+            else:
+                array = jnp.concatenate([array, array], axis)
+                array = jax.lax.dynamic_slice_in_dim(array, first_column, size, axis)
+            added = [(0, 0)] * array.ndim
+            added[axis] = 0, columns - size
+            return jnp.pad(array, added, constant_values=empty)
+
+        def taken(array, indices=kept, fill_value=0):
+            return jnp.take(array, indices, axis=0, mode="fill", fill_value=fill_value)
+
+        def of_rows(array):
+            return taken(array, kept_rows, -1 if array.ndim == 2 else 0)
+
+        cache = slots.cache
+        return jax.tree.map(taken, slots)._replace(
+            prompts=jax.tree.map(of_rows, slots.prompts),
+            cache=KVCache(
+                tuple(moved(taken(keys), 3) for keys in cache.keys),
+                tuple(moved(taken(values), 2) for values in cache.values),
+                moved(taken(cache.positions, fill_value=-1), 1, empty=-1),
+            ),
+        )
+
     if mesh is None:
         return resize_shard(slots, kept, kept_rows, first_column)
     specs, by_slot, whole = slot_specs(slots, mesh), PartitionSpec(DATA_AXES), PartitionSpec()
@@ -377,44 +403,6 @@ def resize_slots(
     return jax.shard_map(
         resize_shard, mesh=mesh, in_specs=(specs, by_slot, by_slot, whole), out_specs=specs
     )(slots, kept, kept_rows, first_column)
-
-
-def _resize_shard(
-    slots: Slots,
-    kept: Int[Array, " B"],
-    kept_rows: Int[Array, " R"],
-    first_column: Int[Array, ""] | None,
-    *,
-    columns: int,
-) -> Slots:
-    """`resize_slots` for one data shard."""
-
-    def moved(array, axis, empty=0):
-        size = min(columns, array.shape[axis])
-        if first_column is None:
-            array = jax.lax.slice_in_dim(array, 0, size, axis=axis)
-        else:
-            array = jnp.concatenate([array, array], axis)
-            array = jax.lax.dynamic_slice_in_dim(array, first_column, size, axis)
-        added = [(0, 0)] * array.ndim
-        added[axis] = 0, columns - size
-        return jnp.pad(array, added, constant_values=empty)
-
-    def taken(array, indices=kept, fill_value=0):
-        return jnp.take(array, indices, axis=0, mode="fill", fill_value=fill_value)
-
-    def of_rows(array):
-        return taken(array, kept_rows, -1 if array.ndim == 2 else 0)
-
-    cache = slots.cache
-    return jax.tree.map(taken, slots)._replace(
-        prompts=jax.tree.map(of_rows, slots.prompts),
-        cache=KVCache(
-            tuple(moved(taken(keys), 3) for keys in cache.keys),
-            tuple(moved(taken(values), 2) for values in cache.values),
-            moved(taken(cache.positions, fill_value=-1), 1, empty=-1),
-        ),
-    )
 
 
 _JITTED = (
@@ -574,7 +562,13 @@ class DecodingCall:
     def step(self) -> list[Rollout]:
         """Prefills, generates one chunk, and returns the responses that ended, in slot order."""
         if self._slots is None:
-            self._begin()
+            self._slots = empty_slots(
+                policy=self._policy,
+                rows=self._arrangement.rows,
+                group=self._arrangement.group,
+                num_prompt_columns=self._prompt_columns,
+                columns=self._response_columns,
+            )
             if self._continued:
                 self._continue()
         self._prefill()
@@ -605,15 +599,6 @@ class DecodingCall:
         self._continued.clear()
         self._waiting.clear()
         return [self._rollout(response, "aborted") for response in rest]
-
-    def _begin(self) -> None:
-        self._slots = empty_slots(
-            policy=self._policy,
-            rows=self._arrangement.rows,
-            group=self._arrangement.group,
-            num_prompt_columns=self._prompt_columns,
-            columns=self._response_columns,
-        )
 
     def _continue(self) -> None:
         """Puts kept caches into slots, and adds the other tokens of these prompts."""
@@ -677,7 +662,10 @@ class DecodingCall:
         if num_responses < min(batch // 4, len(self._waiting)) or not num_responses:
             return
         rows: dict[bytes, int] = {}  # a prompt that several responses share is prefilled once
-        max_prompts = self._max_prompts_per_prefill()
+        # Limits the memory of the prompt states, counted in float32.
+        num_layers = len(self._prompt_states.layers)
+        num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
+        max_prompts = max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else batch
         source = np.full(num_rows, -1, np.int32)
         begins = np.zeros(batch, bool)
         keys = np.zeros((batch, 2), np.uint32)
@@ -720,12 +708,6 @@ class DecodingCall:
                 response = self._running[slot]
                 num_prompt = len(response.request.prompt_ids)
                 response.prompt_states = states[source[slot // group], -num_prompt:]
-
-    def _max_prompts_per_prefill(self) -> int:
-        """Limits the memory of the prompt states, counted in float32."""
-        num_layers = len(self._prompt_states.layers)
-        num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
-        return max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else len(self._running)
 
     def _resize(self) -> None:
         """Widens the cache if the next chunk needs it; drops idle slots if no prompt waits."""
@@ -779,10 +761,7 @@ class DecodingCall:
         self._arrangement, self._response_columns = cheapest, columns
 
     def _running_by_prompt(self) -> list[list[list[int]]]:
-        """The slots with a running response, counted from the first one of their data shard.
-
-        By data shard, then by prompt.
-        """
+        """The running slots by data shard, then by prompt; counted from the shard's first one."""
         found = []
         for shard in np.array_split(np.arange(len(self._running)), self._num_shards):
             slots = collections.defaultdict(list)
@@ -795,10 +774,8 @@ class DecodingCall:
     def _cheapest(self, responses: Sequence[Sequence[int]], group: int) -> _Arrangement:
         """The arrangement that costs least: rows of `group` slots, of a shard's part, or of one.
 
-        Other parts would be cheaper at times, but each arrangement compiles for seconds.
-
-        `responses` has the running responses to each prompt, by data shard; or in one list, whose
-        rows are divided among the shards.
+        Each other arrangement would compile for seconds. `responses` has the number of running
+        ones to each prompt, by data shard, or in one list, to be divided among the shards.
         """
         found = []
         for size in dict.fromkeys((group, max(group // self._num_shards, 1), 1)):
@@ -812,9 +789,8 @@ class DecodingCall:
     def _cost(self, arrangement: _Arrangement) -> float:
         """Time of a decoding step, in columns of a cache that are read."""
         tokens = max(arrangement.batch, self._policy.tokens_per_read * self._num_shards)
-        cached = (
-            arrangement.batch * self._response_columns + arrangement.rows * self._prompt_columns
-        )
+        cached = arrangement.batch * self._response_columns
+        cached += arrangement.rows * self._prompt_columns
         return tokens * self._policy.layer_columns + cached
 
     def _columns_for(self, num_tokens: int) -> int:

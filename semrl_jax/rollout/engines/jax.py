@@ -44,17 +44,15 @@ class JaxEngine(Engine):
 
     Programs are compiled for padded sizes; at most `decoding.MAX_PROGRAMS` are kept. On a CPU, a
     call is decoded in parts, as many side by side as there are cores. If it has more responses than
-    slots, a part has a slot for each of its responses, and the next part begins when enough slots
-    are free. Its responses begin together: none reads the columns of the cache that only an older
-    one needs.
+    slots, the next part begins when all its responses have a slot: none then reads the columns of
+    the cache that only an older one needs.
 
     Args:
       policy: the architecture and the compute dtype; its mesh is not used.
       mesh: devices of this process only, so that the engine never waits for another one; None
         takes the first device. Responses are split over the data axes (a power of two in total),
         parameters, heads and vocabulary over `tensor`, as far as `check_mesh` permits.
-      tokenizer_hash: of the tokenizer that the token ids belong to.
-      tokens: of that tokenizer; None: the engine takes no stop strings.
+      tokenizer_hash, tokens: of the tokenizer; no tokens: the engine takes no stop strings.
       max_batch, chunk: as in `DecodingCall`.
       max_prompts: limit on the responses of a call.
       device_lock: held while a program runs. The trainer shares it with its embedded replica, so
@@ -220,8 +218,7 @@ class JaxEngine(Engine):
             del self._kept[0]
 
     def _step(self, calls: Sequence[DecodingCall], is_aborted: bool) -> list[Rollout]:
-        """One step of those that have slots. All wait for the slowest, so that the schedule and the
-        order of the responses depend on lengths only."""
+        """One step of the calls with slots. All wait for the slowest: time has no influence."""
         if is_aborted:
             return [rollout for call in calls for rollout in call.abort()]
         taken = itertools.accumulate(call.num_slots for call in calls)
@@ -234,10 +231,7 @@ class JaxEngine(Engine):
 
 
 class _StagedWeights(Mapping[str, np.ndarray]):
-    """The weights of one update, which go to the devices tensor by tensor.
-
-    Host memory holds the tensors that have not been loaded yet.
-    """
+    """The weights of one update. Host memory holds the tensors that are not on the devices yet."""
 
     def __init__(
         self,

@@ -5,18 +5,17 @@ tokens in there and the weights are the same. Only the tokens after them are com
 requests are prefilled.
 
 The same tokens are rounded differently when they are decoded, added to a cache, or prefilled. So a
-response depends on the calls before, and not on its own call alone. Runs still repeat to the bit,
-by induction over the calls that an engine gets between two sets of weights:
+response depends on the calls before. Runs still repeat to the bit, by induction over the calls that
+an engine gets between two sets of weights:
 
 - What a call keeps and continues follows from its contents and from what was kept before it. Time
   decides nothing. Kept caches end with the weights, and nothing is kept after a start.
-- A prompt's first turn never continues anything. What an earlier try kept for its sample id has
-  tokens of a response after the prompt, and so it is longer than the prompt.
+- A prompt's first turn never continues anything: what an earlier try kept for its sample id is
+  longer than the prompt.
 - All calls of an episode come from one `play`, which begins with the first turn (`MultiTurn`). So a
-  killed run, or a batch that is sampled again, repeats all calls of its batch, and these keep and
-  continue the same. Calls of other batches and of evaluations have other sample ids. They are not
-  sent between two calls of a `play`: with a lag, an evaluation waits for the sampling thread. If
-  another client sends some, these can only displace what was kept, beyond the limit below.
+  killed run, or a batch that is sampled again, repeats all calls of its batch. Calls of other
+  batches and of evaluations have other sample ids, and are not sent between two calls of a `play`.
+  Those of another client can only displace what was kept, beyond the limit below.
 - Each process has replicas of its own. With several, a group stays with the one that its first turn
   went to, which follows from the order of the groups. With `rollout.groups_per_call`, where time
   decides which replica gets a call, nothing is kept.

@@ -137,10 +137,9 @@ def _inverse_cdf(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Samples by the inverse of the cumulative distribution: a block of tokens, then one of it.
 
-    The Gumbel method takes a random number per token of the vocabulary, which is a third of the
-    decode step of a small model. Here there is one number for the block and one for the token in
-    it, both of 24 bits. The sums have few terms. The probability of a token is therefore exact to
-    about 1e-4 of itself, also where all tokens of a large vocabulary are equally likely.
+    The Gumbel method takes a random number per token of the vocabulary, a third of the decode
+    step of a small model. Here one number of 24 bits is for the block and one for the token in
+    it. The sums have few terms, so the probability of a token is exact to about 1e-4 of itself.
 
     Returns:
       int32 token ids, and the logarithm of the sum of exp(logits).
@@ -169,10 +168,7 @@ def _inverse_cdf(
 
 
 def _first_above(weights: Float[Array, "B N"], share: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first index with a weight at which the cumulative sum exceeds `share` of the total.
-
-    The last index with a weight, if rounding leaves none.
-    """
+    """The first index with a weight whose sum up to it exceeds `share` of all; else the last."""
     sums = jnp.cumsum(weights, axis=-1)
     # A parallel sum may grow, by rounding, where the weight is 0.
     above = (sums > share[:, None] * sums[:, -1:]) & (weights > 0)

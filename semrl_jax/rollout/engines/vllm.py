@@ -62,8 +62,7 @@ class VllmSettings:
 
     Attributes:
       dtype: of weights, activations and hidden states: "bfloat16" or "float32".
-      kv_cache_gib: 0 takes the rest of the memory on a device, and 4 GiB on a CPU, where vLLM would
-        take nearly all memory or refuse.
+      kv_cache_gib: 0 takes the rest of the memory on a device, and 4 GiB on a CPU.
       max_tokens: of a prompt and its response together; 0: the sum of their limits.
     """
 
@@ -167,18 +166,12 @@ class VllmEngine(Engine):
             self._llm = self._start_vllm()
         with self._timed("self-check"):
             self._pool = RowPool(self._pool_shape)
-            await self._tap()
+            args = self._pool.path, dataclasses.asdict(self._pool_shape)
+            (worker, *_) = await self._llm.collective_rpc("semrl_install", args=args)
+            expected = {"width": self._model.hidden_size, "dtype": self._settings.dtype}
+            if any(worker[name] != value for name, value in expected.items()):
+                raise EngineDeadError(f"vLLM's worker has {worker}, not {expected}.")
             await self._check_alignment()
-
-    async def _tap(self) -> None:
-        """Gives the workers the pool, and checks the width and dtype of its rows."""
-        shape = dataclasses.asdict(self._pool_shape)
-        (worker, *_) = await self._llm.collective_rpc(
-            "semrl_install", args=(self._pool.path, shape)
-        )
-        expected = {"width": self._model.hidden_size, "dtype": self._settings.dtype}
-        if any(worker[name] != value for name, value in expected.items()):
-            raise EngineDeadError(f"vLLM's worker has {worker}, not {expected}.")
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Rollout]:
         started, num_aborts = time.monotonic(), self._num_aborts
@@ -373,9 +366,8 @@ class VllmEngine(Engine):
         available = available_bytes()
         if wanted > available:
             raise LimitExceeded(
-                f"states of {num_concurrent} prompts of {longest} tokens side by side need "
-                f"{wanted / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available; ask for "
-                "those of fewer samples at once."
+                f"states of {num_concurrent} prompts of {longest} tokens need {wanted / 2**30:.1f} "
+                f"GiB, and {available / 2**30:.1f} GiB are available; ask for fewer at once."
             )
 
     async def _last_output(
@@ -383,8 +375,7 @@ class VllmEngine(Engine):
     ) -> tuple[Any, int | None]:
         """The final output, and how many of its tokens stay if a stop string ended it, else None.
 
-        vLLM sees token ids only. A request is therefore aborted at a stop string, and the tokens
-        that it sampled until then are dropped.
+        vLLM sees token ids only, so a request is aborted at a stop string.
         """
         import vllm
         from vllm.inputs import tokens_input
@@ -541,10 +532,7 @@ def _reason(error: Exception) -> str:
 
 
 def _log_errors_to(file: pathlib.Path) -> None:
-    """Makes vLLM's processes also write their errors to a file.
-
-    If one of them fails, the parent process raises only "See root cause above".
-    """
+    """Makes vLLM's processes log their errors to a file too; the parent's has no root cause."""
     from vllm.logger import DEFAULT_LOGGING_CONFIG
 
     if os.environ.get("VLLM_LOGGING_CONFIG_PATH") or os.environ.get("VLLM_CONFIGURE_LOGGING"):
@@ -596,10 +584,7 @@ def _pool_shape(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> Any:
-    """The shape of the pool; refuses one that does not fit into memory.
-
-    Prompt rows do not count: they take memory only while a call asks for them.
-    """
+    """The shape of the pool; UserError if the rows of the responses do not fit into memory."""
     from semrl_vllm.pool import PoolShape
 
     shape = PoolShape(

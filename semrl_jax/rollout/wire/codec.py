@@ -109,14 +109,13 @@ class Chunk(NamedTuple):
 
 def _record(kind: type, message: Message, **others):
     """A record of class `kind` from the fields with the same names; lists become tuples."""
-    for field in dataclasses.fields(kind):
-        if field.name not in others:
-            value = getattr(message, field.name)
-            if not isinstance(value, int | float | str) and len(value) > MAX_ENTRIES:
-                raise LimitExceeded(
-                    f"{field.name} has {len(value)} entries; at most {MAX_ENTRIES} are taken."
-                )
-            others[field.name] = value if isinstance(value, int | float | str) else tuple(value)
+    for name in {field.name for field in dataclasses.fields(kind)} - others.keys():
+        value = getattr(message, name)
+        if not isinstance(value, int | float | str):
+            if len(value) > MAX_ENTRIES:
+                raise LimitExceeded(f"{name} has {len(value)} entries; at most {MAX_ENTRIES}.")
+            value = tuple(value)
+        others[name] = value
     return kind(**others)
 
 
@@ -149,12 +148,11 @@ def encode_specs(specs: Iterable[TensorSpec]) -> list[pb.TensorSpec]:
 def decode_specs(
     messages: Sequence[pb.TensorSpec | TensorSpec], expected: Sequence[TensorSpec]
 ) -> tuple[TensorSpec, ...]:
-    """Decodes the manifest of a weight update and compares it with the engine's tensors.
-
-    The manifest may also be records, of a sender in this process.
+    """The manifest of a weight update: messages, or records of a sender in this process.
 
     Raises:
-      ValueError: tensors are missing, extra, repeated, or of another shape or an unknown dtype.
+      ValueError: tensors are missing, extra, repeated, or of another shape than `expected`, or
+        have an unknown dtype.
     """
     if len(messages) > 2 * len(expected) + _SPARE_ENTRIES:  # if slightly more, name them
         raise ValueError(f"{len(messages)} tensors came; the replica's model has {len(expected)}.")
@@ -244,9 +242,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
                 f"samples[{i}].prompt_index={sample.prompt_index} must be in [0, {num_prompts})."
             )
         if sample.sample_index < 0:
-            raise ValueError(
-                f"samples[{i}].sample_index={sample.sample_index} must not be below 0."
-            )
+            raise ValueError(f"samples[{i}].sample_index={sample.sample_index} must be at least 0.")
         requests.append(_record(SampleRequest, sample, prompt_ids=arrays[sample.prompt_index]))
     return GenerateCall(
         tuple(requests), sampling, hidden_states, version, metrics, keep=message.keep
@@ -319,7 +315,8 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
     yield message
     for data in in_chunks:
         for start in range(0, len(data), CHUNK_BYTES):
-            yield encode_state_chunk(rollout.sample_id, data[start : start + CHUNK_BYTES])
+            others = pb.StateChunk(sample_id=rollout.sample_id)
+            yield encode_chunk(others, data[start : start + CHUNK_BYTES])
 
 
 class RolloutDecoder:
@@ -508,20 +505,13 @@ class RolloutDecoder:
         return np.frombuffer(data, "<f4")
 
 
-def encode_tensor_chunk(tensor_index: int, data: UInt8[np.ndarray, " bytes"]) -> bytes:
-    """A serialised UpdateWeightsRequest; protobuf would copy the data three times."""
-    return _encode_chunk(pb.TensorChunk(tensor_index=tensor_index), data)
-
-
-def encode_state_chunk(sample_id: str, data: UInt8[np.ndarray, " bytes"]) -> bytes:
-    """A serialised GenerateResponse."""
-    return _encode_chunk(pb.StateChunk(sample_id=sample_id), data)
-
-
-def _encode_chunk(
+def encode_chunk(
     others: pb.TensorChunk | pb.StateChunk, data: UInt8[np.ndarray, " bytes"]
 ) -> bytes:
-    """A message with a chunk, which has the other fields, then the data."""
+    """A serialised UpdateWeightsRequest or GenerateResponse with a chunk: its fields, then the data.
+
+    Protobuf would copy the data three times.
+    """
     head = b"".join((others.SerializeToString(), FIELD_2, _varint(len(data))))
     return b"".join((FIELD_2, _varint(len(head) + len(data)), head, data.data))
 
@@ -622,9 +612,8 @@ def _check_sampling(sampling: SamplingParams, limits: ReplicaDescription) -> Non
 
 
 def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> None:
-    if not strings:
-        return
-    _check_choice("sampling", ["stop_strings"], limits.sampling_kinds)
+    if strings:
+        _check_choice("sampling", ["stop_strings"], limits.sampling_kinds)
     name = "sampling.stop_strings"
     if len(strings) > MAX_STOP_STRINGS:
         raise LimitExceeded(f"{name} has {len(strings)} texts; at most {MAX_STOP_STRINGS}.")
@@ -699,8 +688,7 @@ def _check_mask(
     name: str, arrays: Mapping[str, Shaped[np.ndarray, " T"] | None], is_aborted: bool
 ) -> None:
     """Context has no log-probability, and a complete response is more than context."""
-    mask = arrays["response_mask"]
-    if mask is None:
+    if (mask := arrays["response_mask"]) is None:
         return
     if not mask.any() and not is_aborted:
         raise ValueError(f"{name}: response_mask is 0 throughout; the policy sampled nothing.")
