@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -121,7 +121,6 @@ class Algorithm:
         response_mask: Bool[Array, "B T"],
         state: State | None = None,
     ) -> Float[Array, "B T"]:
-        """`state` is used if the algorithm needs one."""
         of = self._with_state(self.module.advantages, state)
         return of(rewards, passes, response_mask, self.options)
 
@@ -132,7 +131,6 @@ class Algorithm:
         response_mask: Bool[Array, "B T"],
         state: State | None = None,
     ) -> Float[Array, "B T"]:
-        """`state` is used if the algorithm needs one."""
         of = self._with_state(self.module.returns, state)
         return of(rewards, passes, response_mask, self.options)
 
@@ -162,53 +160,64 @@ class Algorithm:
         passes: Passes,
         response_mask: Bool[Array, "B T"],
     ) -> State:
-        """The state after a step."""
         return self.module.next_state(state, rewards, passes, response_mask, self.options)
 
     def _with_state(self, function: Callable[..., Array], state: State | None) -> Callable:
         return functools.partial(function, state=state) if self.needs.state else function
 
 
+def read_options(
+    field: str,
+    name: str,
+    module: ModuleType,
+    given: Iterable[tuple[str, str, Any]],
+    defaults: Mapping[str, Any],
+) -> Any:
+    """The `Options` of the module that `field` names, from (path, option, value) of settings.
+
+    An option that the module does not have is ignored if it has its default, by path. Raises
+    UserError for another one, for one that the module refuses, or if they are no dataclass.
+    """
+    if not (isinstance(module.Options, type) and dataclasses.is_dataclass(module.Options)):
+        raise UserError(f"{field}={name!r}: Options must be a frozen dataclass.")
+    fields = {each.name for each in dataclasses.fields(module.Options) if each.init}
+    options: dict[str, Any] = {}
+    paths: dict[str, str] = {}
+    for path, option, value in given:
+        if option in options:
+            raise UserError(f"{path}: {option} is set in two sections; keep one.")
+        if option in fields:
+            options[option], paths[option] = value, path
+        elif value != defaults.get(path):
+            default = f"set it to its default, {defaults.get(path)!r}"
+            raise UserError(
+                f"{path}={value!r} is no option of {field}={name!r}, which has "
+                f"{', '.join(sorted(fields))}; {default if path in defaults else 'remove it'}."
+            )
+    with running(field, module, "Options"):
+        try:
+            check_fields("", options, module.Options)
+            found = module.Options(**options)
+        except ValueError as error:
+            option = str(error).partition("=")[0]
+            place = paths.get(option, f"{field.partition('.')[0]}.").removesuffix(option)
+            raise UserError(" ".join(f"{place}{error}".split())) from None
+        hash(found)  # it is a static argument under `jax.jit`
+    return found
+
+
 def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
-    """Loads the algorithm that a config names.
+    """Loads the algorithm that `config.algorithms` names.
 
-    Args:
-      section: `config.algorithms`. `name` is a module of this package ("grpo") or of any other
-        ("my_package.my_module"). All fields but `importance` and `batch_rules` are options,
-        sections merged. An option that the module does not have is ignored if it has its default.
-
-    Raises:
-      UserError: if there is no such module, if a part of it is missing, or for an option that the
-        module does not have or refuses.
+    `name` is a module of this package ("grpo") or of any other ("my_package.my_module"). All fields
+    but `importance` and `batch_rules` are options, sections merged. Raises UserError if there is no
+    such module, if a part of it is missing, or as `read_options`.
     """
     name = section["name"]
     module = load_module("algorithms.name", name, "semrl_jax.algorithms", PARTS)
-    if not (isinstance(module.Options, type) and dataclasses.is_dataclass(module.Options)):
-        raise UserError(f"algorithms.name={name!r}: Options must be a frozen dataclass.")
-    fields = {field.name for field in dataclasses.fields(module.Options) if field.init}
-    options: dict[str, Any] = {}
-    paths: dict[str, str] = {}
     defaults = {path: value for path, _, value in _options(get_config().algorithms.to_dict())}
-    for path, option, value in _options(section):
-        if option not in fields:
-            if value == defaults.get(path):  # an option of GRPO that the user did not set
-                continue
-            raise UserError(
-                f"{path}={value!r} is no option of algorithms.name={name!r}, which has "
-                f"{', '.join(sorted(fields))}; remove it."
-            )
-        if option in options:
-            raise UserError(f"{path}: {option} is set in two sections; keep one.")
-        options[option], paths[option] = value, path
-    with running("algorithms.name", module, "Options"):
-        try:
-            check_fields("", options, module.Options)
-            algorithm = Algorithm(module, module.Options(**options))
-        except ValueError as error:
-            option = str(error).partition("=")[0]
-            section = paths.get(option, "algorithms.").removesuffix(option)
-            raise UserError(" ".join(f"{section}{error}".split())) from None
-        hash(algorithm)  # it is a static argument under `jax.jit`
+    options = read_options("algorithms.name", name, module, _options(section), defaults)
+    algorithm = Algorithm(module, options)
     with running("algorithms.name", module, "needs"):
         if not isinstance(needs := module.needs(algorithm.options), Needs):
             raise TypeError(f"it must return Needs(...), not {needs!r}")
@@ -225,8 +234,7 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
 def check_functions(algorithm: Algorithm, group_size: int) -> None:
     """Traces the functions of an algorithm as the training loop calls them.
 
-    Raises:
-      UserError: if one of them fails, or does not return what this module describes.
+    Raises UserError if one of them fails, or does not return what this module describes.
     """
     module, options, needs = algorithm.module, algorithm.options, algorithm.needs
     field = "algorithms.name"
@@ -298,9 +306,7 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
             total, scalars = jax.eval_shape(function, *positional, **named)
         check(f"the {part}", total)
         if required not in scalars:
-            raise UserError(
-                f"{field}: the scalars of {part} of {module.__name__} lack {required!r}."
-            )
+            raise UserError(f"{field}: scalars of {part} of {module.__name__} lack {required!r}.")
         if taken := sorted(scalars.keys() & (RESERVED | names)):
             raise UserError(
                 f"{field}: {part} of {module.__name__} has the scalar {taken[0]!r}, which the "

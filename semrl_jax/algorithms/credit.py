@@ -67,15 +67,10 @@ class Tokens(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What credit keeps from step to step; the train state has fields of the same names.
+    """What credit keeps from step to step; the train state has fields of the same names."""
 
-    Attributes:
-      shaping: baselines of the indicators.
-      algorithm: state of the algorithm; {} if it has none.
-    """
-
-    shaping: ShapingState
-    algorithm: State
+    shaping: ShapingState  # baselines of the indicators
+    algorithm: State  # {} if it has none
 
 
 class Credit(NamedTuple):
@@ -114,12 +109,19 @@ def assign_credit(
       memory: before this step.
     """
     algorithm, shaping = rules.algorithm, vars(rules.shaping)
-    mask, baselines, scalars = tokens.response_mask, memory.shaping, {}
+    mask, (baselines, state), scalars = tokens.response_mask, memory, {}
+
+    def placed(rewards: Float[Array, "P G"]) -> Float[Array, "P G *tokens"]:
+        """The rewards as the algorithm takes them: of responses, or of turns."""
+        if not algorithm.needs.turn_rewards:
+            return rewards
+        return placed_rewards(rewards, tokens.turn_rewards, tokens.response_mask)
+
     credited = rewards
     if metrics and rules.shaping.target in ("reward", "both"):
         credited = rewards + reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
         scalars |= extent("reward/shaped", credited, jnp.ones_like(credited, bool))
-    plain = algorithm.advantages(_placed(credited, rules, tokens), passes, mask, memory.algorithm)
+    plain = algorithm.advantages(placed(credited), passes, mask, state)
     shaped, of_shaping = shape_advantages(plain, metrics, mask, baselines, **shaping)
     scalars |= extent("advantage", plain, mask) | extent("advantage/shaped", shaped, mask)
     scalars |= of_shaping
@@ -130,25 +132,20 @@ def assign_credit(
         shaped = shaped * weights
     returns = None
     if algorithm.needs.values:
-        placed = _placed(rewards, rules, tokens)
-        returns = algorithm.returns(placed, passes, mask, memory.algorithm)
+        returns = algorithm.returns(placed(rewards), passes, mask, state)
         explained = explained_variance(passes.values, returns, mask)
         scalars |= {"critic/explained_variance": explained}
         scalars |= extent("critic/return", returns, mask)
         scalars |= extent("critic/value", passes.values, mask)
     if rules.mask_truncated:
         mask = mask & ~tokens.truncated[:, None]
-    after, of_state = _remembered(rules, rewards, metrics, passes, tokens, memory)
-    return Credit(shaped, returns, mask, scalars | of_state, after)
-
-
-def _placed(
-    rewards: Float[Array, "P G"], rules: CreditRules, tokens: Tokens
-) -> Float[Array, "P G *tokens"]:
-    """The rewards as the algorithm takes them: of responses, or of turns."""
-    if not rules.algorithm.needs.turn_rewards:
-        return rewards
-    return placed_rewards(rewards, tokens.turn_rewards, tokens.response_mask)
+    if has_indicators(metrics, rules.shaping.tracked):  # else the baselines stay unchanged
+        mean_reward = rewards.mean()
+        baselines = update_shaping_state(baselines, metrics, mean_reward=mean_reward, **shaping)
+    if algorithm.needs.state:
+        scalars |= {f"algorithm/{name}": x for name, x in state.items() if jnp.ndim(x) == 0}
+        state = algorithm.next_state(state, rewards, passes, tokens.response_mask)
+    return Credit(shaped, returns, mask, scalars, Memory(baselines, state))
 
 
 def extent(prefix: str, values: Array, mask: Array) -> dict[str, Float[Array, ""]]:
@@ -159,26 +156,3 @@ def extent(prefix: str, values: Array, mask: Array) -> dict[str, Float[Array, ""
         f"{prefix}/max": jnp.max(jnp.where(mask, values, -jnp.inf)),
         f"{prefix}/min": jnp.min(jnp.where(mask, values, jnp.inf)),
     }
-
-
-def _remembered(
-    rules: CreditRules,
-    rewards: Float[Array, "P G"],
-    metrics: Metrics,
-    passes: Passes,
-    tokens: Tokens,
-    memory: Memory,
-) -> tuple[Memory, dict[str, Float[Array, ""]]]:
-    """The memory of the next step, and the numbers in the algorithm's state of this one.
-
-    Baselines stay unchanged if an indicator is not measured.
-    """
-    (baselines, state), scalars = memory, {}
-    if has_indicators(metrics, rules.shaping.tracked):
-        baselines = update_shaping_state(
-            baselines, metrics, mean_reward=rewards.mean(), **vars(rules.shaping)
-        )
-    if rules.algorithm.needs.state:
-        scalars = {f"algorithm/{name}": x for name, x in state.items() if jnp.ndim(x) == 0}
-        state = rules.algorithm.next_state(state, rewards, passes, tokens.response_mask)
-    return Memory(baselines, state), scalars

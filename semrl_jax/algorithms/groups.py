@@ -75,9 +75,8 @@ def by_size(
 ) -> float | int | Shaped[Array, "P 1"]:
     """The value of a function of the number of responses that are compared, in each group.
 
-    Args:
-      lengths: tokens of each response; those without are absent. None: none is. Numbers are those
-        of the function in both cases, so that the same responses have the same advantages.
+    Responses whose `lengths`, in tokens, are 0 are absent; None: none is. Numbers are those of the
+    function in both cases, so that the same responses have the same advantages.
     """
     if lengths is None:
         return function(rewards.shape[1])
@@ -136,6 +135,5 @@ def check_groups(rewards: Array | np.ndarray) -> None:
     if jnp.ndim(rewards) != 2 or rewards.shape[1] < 2:
         raise ValueError(
             f"rewards has shape {jnp.shape(rewards)}; it must be [P, G] with a group size G of at "
-            "least 2, so that responses can be compared. Raise rollout.group_size or choose "
-            "another estimator."
+            "least 2. Raise rollout.group_size or choose another estimator."
         )

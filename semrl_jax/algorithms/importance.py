@@ -77,9 +77,8 @@ def importance_weights(
     ratio = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     statistic = ratio
     if level == "total_variation":
-        statistic = jnp.where(
-            jnp.isnan(difference), jnp.nan, jnp.abs(jnp.exp(old) - jnp.exp(rollout))
-        )
+        statistic = jnp.abs(jnp.exp(old) - jnp.exp(rollout))
+        statistic = jnp.where(jnp.isnan(difference), jnp.nan, statistic)
     beyond = ((statistic < floor) | (statistic > cap)) & response_mask
     if outside == "truncate":
         weights = jnp.clip(ratio, floor, cap)
@@ -104,15 +103,9 @@ def check_importance(*, level: str, outside: str, floor: float | int, cap: float
         if floor != 0:
             raise ValueError(f"floor={floor} must be 0 with level='total_variation'.")
         if not 0 < cap <= 1:
-            raise ValueError(
-                f"cap={cap} must be in (0, 1] with level='total_variation', such as 0.2: it bounds "
-                "a difference of probabilities."
-            )
+            raise ValueError(f"cap={cap} must be in (0, 1] with level='total_variation'.")
         return
     if not 0 <= floor <= 1:
         raise ValueError(f"floor={floor} must be in [0, 1].")
     if not cap >= 1:
-        raise ValueError(
-            f"cap={cap} must be at least 1: below, it would lower the weights of all tokens, and "
-            "with them the learning rate."
-        )
+        raise ValueError(f"cap={cap} must be at least 1: it would lower the weights of all tokens.")

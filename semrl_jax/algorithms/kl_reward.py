@@ -51,13 +51,9 @@ class KLReward(Objective):
         )
 
     def needs(self) -> Needs:
-        """What the loss and the rewards need."""
-        needs = super().needs()
-        if self.kl_reward_coefficient:
-            needs = needs._replace(
-                reference=True, early_reference=True, old_logprobs=True, early_old_logprobs=True
-            )
-        return needs._replace(state=self.kl_target > 0)
+        needs = super().needs()._replace(state=self.kl_target > 0)
+        names = ("reference", "early_reference", "old_logprobs", "early_old_logprobs")
+        return needs._replace(**dict.fromkeys(names, True)) if self.kl_reward_coefficient else needs
 
 
 def token_rewards(
@@ -84,7 +80,6 @@ def token_rewards(
 
 
 def first_state(options: KLReward) -> dict[str, float]:
-    """The coefficient of the first step."""
     return {"kl_coefficient": options.kl_reward_coefficient}
 
 

@@ -46,10 +46,8 @@ def placed_rewards(
     """The rewards of turns at their last tokens, and 0.0 elsewhere.
 
     The last turn has what the others leave of the response's reward, so that the sum is `rewards`,
-    also if a penalty, a bonus or a bound has changed it.
-
-    Args:
-      turn_rewards: at the last tokens of turns, 0.0 elsewhere; those of last turns are not read.
+    also if a penalty, a bonus or a bound has changed it. `turn_rewards` are at the last tokens of
+    turns, 0.0 elsewhere; those of last turns are not read.
     """
     last = is_last(response_mask)
     earlier = jnp.where(last, 0.0, turn_rewards)

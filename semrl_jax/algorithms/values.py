@@ -39,8 +39,7 @@ def value_loss(
 
     Returns:
       Float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens where the
-      clipped error is larger) and
-      `critic/predicted_value`, their mean.
+      clipped error is larger) and `critic/predicted_value`, their mean.
 
     Raises:
       ValueError: if clip is not above 0.

@@ -261,7 +261,7 @@ def check_prompts(
 
 
 def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
-    """Splits entries of `evaluation.files` into path and settings; only `question_fields` may recur.
+    """Splits entries of `evaluation.files` into path and settings; `question_fields` may recur.
 
     Raises UserError for a setting that is unknown, occurs twice or has a value out of range.
     """

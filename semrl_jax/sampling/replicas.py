@@ -64,7 +64,8 @@ def open_client(
         if description.version and description.version.run_id != run_id:
             raise UserError(
                 f"replica {description.replica_id} belongs to run "
-                f"{description.version.run_id!r:.100}; restart it to use it for run {run_id!r}."
+                f"{description.version.run_id!r:.100}, and this run is {run_id!r}; restart "
+                "the replica to use it here."
             )
         _check_limits(description, config, num_problems, place[1])
 

@@ -117,7 +117,7 @@ class WeightSync:
         return self.client.sync_weights(specs, read, step=step)
 
     def sampled(self, weights: Weights, sample_here: Callable[[], None]) -> None:
-        """Calls `sample_here`, again after replicas have got weights that they had lost, as `send`."""
+        """Calls `sample_here`, again after replicas have got weights that they had lost."""
         num_attempts = itertools.count()
 
         def attempt(check_time: Callable[[], None]) -> None:

@@ -97,9 +97,8 @@ def shape_advantages(
     mask = jnp.asarray(response_mask)
     advantages = jnp.where(mask, jnp.asarray(advantages).astype(jnp.float32), 0.0)
     if checked.target == "none" and not has_indicators(metrics, checked.tracked):
-        report = {"shaping/active": jnp.float32(0)} | _correlations(
-            metrics, checked.reproduce_release
-        )
+        report = _correlations(metrics, checked.reproduce_release)
+        report["shaping/active"] = jnp.float32(0)
         return jax.lax.stop_gradient((advantages, report))
     signal = _signal(metrics, state, checked)
     if signal.phi.shape[0] != advantages.shape[0]:
@@ -111,7 +110,8 @@ def shape_advantages(
     counted = signal.valid & signal.active
     receives = finite & counted[:, None]  # [B, T]
     if checked.reproduce_release:
-        receives = receives & _is_last(mask)
+        last = jnp.cumsum(mask[:, ::-1].astype(jnp.int32), axis=1)[:, ::-1] == 1
+        receives = receives & mask & last
     if checked.target in ("reward", "none"):
         receives = jnp.zeros_like(receives)
     wish = jnp.maximum(signal.phi, 0.0)[:, None]  # [B, 1]
@@ -211,11 +211,6 @@ def _scale(state: ShapingState, options: ShapingOptions) -> Float[Array, ""]:
     """eta, or with scale="performance" eta falling to zero as the mean raw reward rises to 1."""
     eta = jnp.float32(options.eta)
     return eta if options.scale == "fixed" else eta * (1.0 - (state.reward_ema + 1.0) / 2.0)
-
-
-def _is_last(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
-    """True on the last True of each row."""
-    return mask & (jnp.cumsum(mask[:, ::-1].astype(jnp.int32), axis=1)[:, ::-1] == 1)
 
 
 def _correlations(metrics: Metrics, with_zeros: bool) -> dict[str, Float[Array, ""]]:

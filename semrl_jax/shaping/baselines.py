@@ -11,13 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.measurements import Metrics
 from semrl_jax.shaping.indicators import masked_mean, read_indicators
-from semrl_jax.shaping.options import (
-    GUIDANCE,
-    INDICATORS,
-    ShapingOptions,
-    check_names,
-    tracked_indicators,
-)
+from semrl_jax.shaping.options import GUIDANCE, INDICATORS, ShapingOptions, tracked_indicators
 
 
 class ShapingState(NamedTuple):
@@ -46,8 +40,7 @@ class ShapingState(NamedTuple):
         if self.baseline.shape != (len(tracked),):
             raise ValueError(
                 f"state holds {self.baseline.size} baselines; indicators and guidance need "
-                f"{len(tracked)}: {', '.join(tracked)}. Make it by init_shaping_state with the "
-                "same."
+                f"{len(tracked)}: {', '.join(tracked)}; make it by init_shaping_state with them."
             )
 
 
@@ -55,7 +48,6 @@ def init_shaping_state(
     indicators: Sequence[str] = INDICATORS, *, guidance: str = GUIDANCE
 ) -> ShapingState:
     """State before the first step, without a baseline; ValueError for a wrong name."""
-    check_names(indicators, guidance)
     num_tracked = len(tracked_indicators(indicators, guidance))
     # A new array for every field: a donated state must not hold the same buffer twice.
     return ShapingState(
@@ -119,8 +111,5 @@ def update_shaping_state(
         if checked.reproduce_release:  # from the second step on
             counts = counts & (state.num_updates > 0)
         reward_ema = jnp.where(counts, (1 - alpha) * reward_ema + alpha * reward, reward_ema)
-    return jax.lax.stop_gradient(
-        ShapingState(
-            baseline, state.baseline_set | mean_set, *pending, reward_ema, state.num_updates + 1
-        )
-    )
+    changed = baseline, state.baseline_set | mean_set, *pending
+    return jax.lax.stop_gradient(ShapingState(*changed, reward_ema, state.num_updates + 1))

@@ -65,8 +65,7 @@ def read_indicator(
     shape = np.shape(metrics[key].value)
     if len(shape) != 1:
         raise ValueError(
-            f"metrics[{name!r}] has values of shape {shape}; it must be [B], one value per "
-            "response."
+            f"metrics[{name!r}] has values of shape {shape}; it must be [B], one per response."
         )
     values = jax.lax.stop_gradient(jnp.asarray(metrics[key].value).astype(jnp.float32))
     finite = jnp.isfinite(values)

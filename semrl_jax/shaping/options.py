@@ -90,9 +90,7 @@ class ShapingOptions:
         for field in ("alpha", "gain", "eta", "kappa"):
             _check_number(f"shaping.{field}=", getattr(self, field))
         if not 0 < self.alpha <= 1:
-            raise ValueError(
-                f"shaping.alpha={self.alpha} must lie in (0, 1]; 1 forgets all but one batch."
-            )
+            raise ValueError(f"shaping.alpha={self.alpha} must lie in (0, 1].")
         # In float32, as in the division: 1 + 1e-9 is 1 there.
         if not np.float32(self.kappa) > 1:
             raise ValueError(
@@ -100,11 +98,8 @@ class ShapingOptions:
                 "the sign of an advantage; shaping.target='none' switches shaping off."
             )
         if self.eta < 0:
-            raise ValueError(
-                f"shaping.eta={self.eta} must not be negative; negate the weights to reward values "
-                "below a baseline."
-            )
-        check_names(self.indicators, self.guidance)
+            raise ValueError(f"shaping.eta={self.eta} must not be negative; negate the weights.")
+        tracked_indicators(self.indicators, self.guidance)
         for field in ("explore_weights", "exploit_weights"):
             self._check_weights(field)
         weights = [*self.explore_weights, *self.exploit_weights]
@@ -114,10 +109,7 @@ class ShapingOptions:
                 "shaping.target='none' switches shaping off."
             )
         if self.eta * math.fsum(map(abs, weights)) > _FLOAT32_MAX:
-            raise ValueError(
-                f"shaping.eta={self.eta} times the weights leaves float32; lower shaping.eta, "
-                "shaping.explore_weights or shaping.exploit_weights."
-            )
+            raise ValueError(f"shaping.eta={self.eta} times the weights leaves float32; lower it.")
 
     @property
     def tracked(self) -> tuple[str, ...]:
@@ -147,14 +139,11 @@ class ShapingOptions:
             _check_number(f"shaping.{field} has ", weight)
 
 
-def tracked_indicators(indicators: Sequence[str], guidance: str) -> tuple[str, ...]:
-    """Indicators that need a baseline: `indicators`, then the guidance if not among them."""
-    names = tuple(indicators)
-    return names if guidance in names else (*names, guidance)
+def tracked_indicators(indicators: Any, guidance: Any) -> tuple[str, ...]:
+    """Indicators that need a baseline: `indicators`, then the guidance if not among them.
 
-
-def check_names(indicators: Any, guidance: Any) -> None:
-    """Raises ValueError unless all are names and no two indicators are equal."""
+    Raises ValueError unless all are names and no two indicators are equal.
+    """
     if isinstance(indicators, str) or not isinstance(indicators, Sequence):
         raise ValueError(
             f"shaping.indicators={indicators!r} must be a tuple of names, such as ({GUIDANCE!r},)."
@@ -170,6 +159,7 @@ def check_names(indicators: Any, guidance: Any) -> None:
             f"shaping.indicators={tuple(indicators)} must name one or more, each once; "
             "shaping.target='none' switches shaping off."
         )
+    return tuple(dict.fromkeys((*indicators, guidance)))
 
 
 def _check_choice(field: str, value: Any, choices: Sequence[Any]) -> None:

@@ -135,10 +135,8 @@ class FineTuner:
     ) -> float:
         """Mean negative log-probability over all tokens to learn, in nats; changes nothing.
 
-        Args:
-          params: of a train state.
-          batch_size: conversations at a time; it changes the result only by rounding.
-          check: called before every batch; may raise, then in all processes.
+        `batch_size` changes the result only by rounding. `check` is called before every batch; it
+        may raise, then in all processes.
         """
         params = adapted(params, self.base)
         total, num_tokens = 0.0, 0

@@ -178,14 +178,9 @@ class Learner:
     ) -> tuple[TrainState, dict[str, float], Float[np.ndarray, "B T"] | None]:
         """One optimiser step of every trainee per mini-batch of prompts; scalars are means.
 
-        The arrays of the trainees in `state` are donated.
-
-        Returns:
-          The state; the scalars; and the log-probabilities of the tokens before the update, if one
-          mini-batch gave those of all.
-
-        Raises:
-          NonFiniteUpdates: after `training.max_skipped_updates` non-finite updates in a row.
+        The arrays of the trainees in `state` are donated. Also returns the log-probabilities of the
+        tokens before the update, if one mini-batch gave those of all. NonFiniteUpdates: after
+        `training.max_skipped_updates` non-finite updates in a row.
         """
         training = self.config.training
         size = training.prompts_per_minibatch * self.config.rollout.group_size

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import ml_collections
-from jaxtyping import Array
 
 from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
@@ -82,7 +81,8 @@ def run_steps(
             tokens = credited_tokens(batch, scored, of_turns)
             given = rewards, seen.scored.metrics, arrays, tokens
             credit = assign_credit(rules, *given, state.memory)
-            credited = floats(credit.scalars)
+            # In one transfer.
+            credited = {n: float(value) for n, value in jax.device_get(credit.scalars).items()}
         check_stop()  # the last moment at which the state before this step still exists
         with clock("update"):
             state, losses, logprobs = learner.update(state, batch, passes, credit)
@@ -90,8 +90,3 @@ def run_steps(
         probed = probes.after(seen.updated(logprobs, credit.response_mask))
         scalars = probed | sampled | batch_scalars(seen.scored, rewards) | credited | losses
         yield StepResult(step, state, evaluation, seen.scored, scalars, clock)
-
-
-def floats(scalars: Mapping[str, Array]) -> dict[str, float]:
-    """For the log, in one transfer."""
-    return {name: float(value) for name, value in jax.device_get(scalars).items()}

@@ -1,8 +1,8 @@
 """Sums and results over the micro-batches of a batch, one after the other in one program.
 
-Arrays of M micro-batches have the shape [M, ...]. Only the first `num_micro` of them hold tokens.
-This number is an argument of the program. One program therefore serves batches of several sizes,
-and the empty micro-batches cost no arithmetic. A `part` is every n-th micro-batch, see `programs`.
+Arrays of M micro-batches have the shape [M, ...]. Only the first `num_micro`, an argument of the
+program, hold tokens: one program serves batches of several sizes, and empty micro-batches cost no
+arithmetic. A `part` is every n-th micro-batch, see `programs`.
 """
 
 from __future__ import annotations
@@ -119,6 +119,5 @@ def _loop(num_micro, part, step, carry):
         return jax.lax.fori_loop(0, num_micro, step, carry)
     first, stride = part
     num_steps = (num_micro - first + stride - 1) // stride
-    return jax.lax.fori_loop(
-        0, num_steps, lambda index, carry: step(first + stride * index, carry), carry
-    )
+    of_part = lambda index, carry: step(first + stride * index, carry)  # noqa: E731
+    return jax.lax.fori_loop(0, num_steps, of_part, carry)

@@ -25,6 +25,7 @@ import ml_collections
 import optax
 
 from configs.default import get_config
+from semrl_jax.algorithms.algorithm import read_options
 from semrl_jax.models import Params
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import load_module, running
@@ -90,7 +91,6 @@ class Optimizer:
 
 
 def rounded(params: Params, dtype: str) -> Params:
-    """Parameters in another dtype."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
@@ -179,36 +179,14 @@ def load_direction(config: ml_collections.ConfigDict, name: str) -> Direction:
 
     `optimizer.name` is a module of `semrl_jax.training.optimizers` ("adamw") or of any package
     ("my_package.my_module"). The other fields of the section are options, and OWN of the section
-    `name` of the trained model. An option that the module does not have is ignored if it has its
-    default. Raises UserError if there is no such module, if a part of it is missing, or for an
-    option that the module does not have or refuses.
+    `name` of the trained model. Raises UserError if there is no such module, if a part of it is
+    missing, or as `read_options`.
     """
     field, chosen = "optimizer.name", config.optimizer.name
     module = load_module(field, chosen, "semrl_jax.training.optimizers", PARTS)
-    if not (isinstance(module.Options, type) and dataclasses.is_dataclass(module.Options)):
-        raise UserError(f"optimizer.name={chosen!r}: Options must be a frozen dataclass.")
-    fields = {each.name for each in dataclasses.fields(module.Options) if each.init}
-    defaults = _paths(get_config(), name)
-    options, paths = {}, {}
-    for path, value in _paths(config, name).items():
-        option = path.rpartition(".")[2]
-        if option in fields:
-            options[option], paths[option] = value, path
-        elif value != defaults.get(path):
-            is_known = path in defaults
-            way_out = f"set it to its default, {defaults[path]!r}" if is_known else "remove it"
-            raise UserError(
-                f"{path}={value!r} is no option of optimizer.name={chosen!r}, which has "
-                f"{', '.join(sorted(fields))}; {way_out}."
-            )
-    with running(field, module, "Options"):
-        try:
-            found = Direction(module, module.Options(**options))
-        except ValueError as error:
-            option = str(error).partition("=")[0]
-            place = paths.get(option, f"optimizer.{option}").removesuffix(option)
-            raise UserError(" ".join(f"{place}{error}".split())) from None
-        hash(found)
+    given = ((p, p.rpartition(".")[2], value) for p, value in _paths(config, name).items())
+    options = read_options(field, chosen, module, given, _paths(get_config(), name))
+    found = Direction(module, options)
     if not module.__name__.startswith("semrl_jax."):  # tests check the others
         with running(field, module, "direction"):
             _check(field, found)
@@ -238,7 +216,5 @@ def _check(field: str, direction: Direction) -> None:
         for tree in ((params, state), found)
     )
     if before != after:
-        raise UserError(
-            f"{field}: direction of {direction.module.__name__} must keep the dtypes and shapes of "
-            "the gradient and of its state."
-        )
+        rule = "must keep the dtypes and shapes of the gradient and of its state"
+        raise UserError(f"{field}: direction of {direction.module.__name__} {rule}.")

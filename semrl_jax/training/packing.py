@@ -104,8 +104,7 @@ class RowPlan:
     def put(self, tree: Any) -> Any:
         """Host arrays [M, R, ...] as device arrays with their rows over the data axes.
 
-        Where several processes form the mesh, all hold the same host arrays and each copies its
-        own rows.
+        All processes of a mesh hold the same host arrays, and each copies its own rows.
         """
         return jax.tree.map(lambda leaf: from_host(leaf, self.sharding), tree)
 
@@ -145,8 +144,7 @@ class Layout:
     ) -> dict[int, Float[np.ndarray, "_ D"]]:
         """Values of each response that lies in one of these data shards, by its index.
 
-        The results are views, because the slots of a response are contiguous. Every response must
-        have a slot.
+        Every response must have a slot. The results are views: slots of a response are contiguous.
         """
         _, num_rows, num_slots = self.rows.sources.shape
         rows_of_shard = num_rows // len(self.shard_tokens)
@@ -188,18 +186,18 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
     """Lays NumPy rows [prompt | response] out for the devices.
 
     Shapes follow from the number of responses. Sizes that depend on the lengths are rounded up to
-    one of a few values, so that few programs are compiled.
-
-    Args:
-      attention_columns: see `Policy.attention_columns`; 0: no prompt is shared.
-
-    Raises:
-      ValueError: for a sequence of more than `micro_batch_tokens`.
+    one of a few values, so that few programs are compiled. `attention_columns`: see
+    `Policy.attention_columns`; 0: no prompt is shared. ValueError: a sequence of more than
+    `micro_batch_tokens`.
     """
     prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
     tokens = batch.segment_ids == 1
+    # Whether each prompt has a token and equals the prompt before it.
+    of_prompts = tokens[:, :prompt_columns]
+    prompts = np.where(of_prompts, batch.token_ids[:, :prompt_columns], -1)
+    same = (prompts[1:] == prompts[:-1]).all(axis=1) & of_prompts[1:].any(axis=1)
     sequences = Sequences(
-        same_prompt=_same_prompts(batch.token_ids[:, :prompt_columns], tokens[:, :prompt_columns]),
+        same_prompt=np.concatenate([[False], same]),
         prompts=tokens[:, :prompt_columns].sum(axis=1),
         responses=tokens[:, prompt_columns:].sum(axis=1),
         slots=batch.response_mask.sum(axis=1),
@@ -273,38 +271,26 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
 
 
 class Sequences(NamedTuple):
-    """Numbers of tokens of the sequences of a batch.
+    """Numbers of tokens of the sequences of a batch."""
 
-    Attributes:
-      same_prompt: whether the sequence before has the same prompt.
-      slots: response tokens that the policy produced.
-    """
-
-    same_prompt: Bool[np.ndarray, " B"]
+    same_prompt: Bool[np.ndarray, " B"]  # whether the sequence before has the same prompt
     prompts: Int[np.ndarray, " B"]
     responses: Int[np.ndarray, " B"]
-    slots: Int[np.ndarray, " B"]
+    slots: Int[np.ndarray, " B"]  # response tokens that the policy produced
 
 
 class Arrangement(NamedTuple):
-    """Sequences in bundles, and bundles in rows: M' places of micro-batches of R rows.
+    """Sequences in bundles, and bundles in rows: M' places of micro-batches of R rows."""
 
-    Attributes:
-      bundle_of: the bundle of each sequence, ascending.
-      lengths: columns of each bundle.
-      row_of: the row of each bundle.
-      pairs: of columns for which attention computes scores, on a shard.
-    """
-
-    bundle_of: Int[np.ndarray, " B"]
-    lengths: Int[np.ndarray, " N"]
-    row_of: Int[np.ndarray, " N"]
+    bundle_of: Int[np.ndarray, " B"]  # of each sequence, ascending
+    lengths: Int[np.ndarray, " N"]  # columns of each bundle
+    row_of: Int[np.ndarray, " N"]  # of each bundle
     num_micro: int
     num_places: int
     rows_per_shard: int
     num_columns: int
     num_slots: int
-    pairs: float
+    pairs: float  # of columns for which attention computes scores, on a shard
 
     def cost(self, attention_columns: float) -> float:
         """Time of a pass, in columns of the products: those of each row, and their attention."""
@@ -317,9 +303,9 @@ def _cheapest(
 ) -> Arrangement:
     """Bundles of one sequence each; or rows filled with larger ones, if that costs less."""
     columns, response_columns = batch.token_ids.shape[1], batch.response_mask.shape[1]
-    longest = plan.split_evenly(
-        bucket(int((sequences.prompts + sequences.responses).max()), columns)
-    )
+    longest = int((sequences.prompts + sequences.responses).max())
+    num_columns = longest - 1
+    longest = plan.split_evenly(bucket(longest, columns))
     most_columns = plan.micro_batch_tokens or longest * (plan.micro_batch_size // plan.num_shards)
 
     def arranged(
@@ -361,7 +347,6 @@ def _cheapest(
 
     alone = np.arange(len(batch.token_ids))
     found = [arranged(alone, alone, is_shared=False)]
-    num_columns = int((sequences.prompts + sequences.responses).max()) - 1
     while attention_columns and sequences.same_prompt.any() and num_columns < most_columns:
         num_columns = min(few_sizes(num_columns + 1), most_columns)
         found.append(arranged(*_filled_rows(sequences, num_columns), is_shared=True))
@@ -373,8 +358,7 @@ def _filled_rows(
 ) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " N"]]:
     """Fills rows in the order of the sequences; a prompt is once in each row that needs it.
 
-    Returns:
-      The bundle of each sequence, and the row of each bundle.
+    Returns the bundle of each sequence, and the row of each bundle.
     """
     bundle_of, row_of, row, free = [], [], -1, 0
     for same, prompt, response, _ in zip(*(column.tolist() for column in sequences)):
@@ -400,22 +384,12 @@ def _seen_in_blocks(sequences: Sequences, bundle_of: Int[np.ndarray, " B"], bloc
     return float(of_prompts.sum() + (responses * (prompts + responses / 2)).sum())
 
 
-def _same_prompts(
-    token_ids: Int[np.ndarray, "B P"], tokens: Bool[np.ndarray, "B P"]
-) -> Bool[np.ndarray, " B"]:
-    """Whether each prompt has a token and equals the prompt before it."""
-    prompts = np.where(tokens, token_ids, -1)
-    same = (prompts[1:] == prompts[:-1]).all(axis=1) & tokens[1:].any(axis=1)
-    return np.concatenate([[False], same])
-
-
 def single_rows(
     lengths: Int[np.ndarray, " N"], most_rows: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " N"], int, int]:
     """The row of each bundle, one per row, at most `most_rows` per shard and micro-batch.
 
-    Returns:
-      The rows, the number of micro-batches, and the rows per shard and micro-batch.
+    Returns the rows, the number of micro-batches, and the rows per shard and micro-batch.
     """
     shards = plan.num_shards
     fewest = -(-len(lengths) // (most_rows * shards))
@@ -438,10 +412,8 @@ def single_rows(
 def packed_rows(
     lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " B"], int]:
-    """The row of each bundle, several bundles per row and one row per shard.
-
-    Returns:
-      The rows, and the number of micro-batches.
+    """The row of each bundle, several bundles per row and one row per shard; and the number of
+    micro-batches.
     """
     row_of = best_fit(lengths, num_columns)
     num_micro = -(-(max(row_of) + 1) // plan.num_shards)
@@ -461,8 +433,7 @@ def deal(
 ) -> list[int] | None:
     """Assigns sequences, longest first, to the bin with the fewest tokens; ties by index.
 
-    Returns:
-      The bin of each sequence; None if a sequence then fits into no bin.
+    Returns the bin of each sequence; None if a sequence then fits into no bin.
     """
     bins = [(0, index) for index in range(num_bins)]  # a heap
     counts = [0] * num_bins

@@ -150,9 +150,9 @@ def row_logprobs(
     """`batch_logprobs` of a part of the first `num_micro` micro-batches; 0 in the others."""
 
     def of_micro_batch(micro: TokenRows) -> RowPass:
-        logprobs, entropies, states = _response_pass(params, micro, policy, temperature)
-        also = entropies if with_entropies else None, states if with_states else None
-        return RowPass(logprobs, *also)
+        found = _response_pass(params, micro, policy, temperature)
+        found = found if with_states else found._replace(states=None)
+        return found if with_entropies else found._replace(entropies=None)
 
     return over_micro_batches(of_micro_batch, rows, num_micro, part)
 

@@ -94,15 +94,11 @@ def batch_scores(
 ) -> Float[np.ndarray, " B"]:
     """The model's value at the last token of each response, as transformers' classifiers pool.
 
-    Returns float32 scores, the same in every process.
-
-    Args:
-      params: of `model`, on the mesh of the plan.
-      batch: NumPy arrays; each response has a token.
+    Returns float32 scores, the same in every process. The parameters are on the mesh of the plan;
+    the batch has NumPy arrays, and each response has a token.
     """
     # One slot per sequence. Its source is the state before the token, and the score is of the
-    # token's own state.
-    # No prompt is shared: the state of a token is then in the column after its source.
+    # token's own state: in the column after the source, as no prompt is shared.
     layout = lay_out(batch._replace(response_mask=last_tokens(batch)), plan)
     rows = layout.rows._replace(sources=layout.rows.sources + 1)
     values = row_values(params, plan.put(rows), np.int32(layout.num_micro), model=model)

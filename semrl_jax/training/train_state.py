@@ -64,7 +64,6 @@ class TrainState(NamedTuple):
         return Trained(self.params, self.optimizer) if name == POLICY else getattr(self, name)
 
     def with_trained(self, name: str, trained: Trained) -> TrainState:
-        """The state with other arrays of a trainee."""
         return self._replace(**(trained._asdict() if name == POLICY else {name: trained}))
 
     def after(
@@ -86,10 +85,7 @@ def init_state(
 def abstract_state(
     params: Params, optimizer: Optimizer, shaping: ShapingState, mesh: Mesh
 ) -> TrainState:
-    """Shapes, dtypes and shardings of a state: what a checkpoint is restored into.
-
-    `params` may be arrays or `Policy.shapes()`; nothing is computed.
-    """
+    """Shapes, dtypes and shardings of a state, from arrays or shapes: what is restored into."""
     return _first(abstract_trained(params, optimizer, mesh), shaping, mesh, abstract_everywhere)
 
 
@@ -113,10 +109,7 @@ def init_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Trained:
 
 
 def abstract_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Trained:
-    """Shapes, dtypes and shardings of a model and its optimiser state.
-
-    `params` are float32 arrays, or their shapes.
-    """
+    """Shapes, dtypes and shardings of a model and its optimiser state, of float32 arrays."""
     shardings = parameter_shardings(params, mesh)
     shapes = jax.eval_shape(optimizer.first_state, params)
     # Moments lie as their parameters do. Said here, since the first update would otherwise compile

@@ -75,8 +75,7 @@ NOTHING_FROZEN = Frozen()
 class Loss(Protocol):
     """What a trainee minimises; hashable, because it is static under `jax.jit`.
 
-    The losses of `Learner.trainees` also have an attribute `model`, whose `shapes()` are those of
-    the parameters.
+    The losses of `Learner.trainees` also have a `model`, with `shapes()` of the parameters.
     """
 
     def inputs(self, batch: Any, plan: RowPlan) -> Inputs:
@@ -87,9 +86,8 @@ class Loss(Protocol):
     ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
         """The share of one micro-batch in the loss of its mini-batch.
 
-        Returns:
-          The share; scalars to be summed like it, `<name of the trainee>/loss` among them; and an
-          array of values of the slots, or ().
+        Also returns scalars to be summed like it, `<name of the trainee>/loss` among them; and an
+        array of values of the slots, or ().
         """
 
 
@@ -157,11 +155,8 @@ def update_all(
 ) -> tuple[TrainState, dict[str, float], dict[str, Float[Array, "B T"] | None]]:
     """One optimiser step of each trainee on one mini-batch; its arrays in `state` are donated.
 
-    Returns:
-      The state, with the same `step`; scalars; and what the losses return, by trainee.
-
-    Raises:
-      NonFiniteUpdates: after `max_skipped` non-finite updates in a row.
+    Returns the state, with the same `step`; scalars; and what the losses return, by trainee.
+    NonFiniteUpdates: after `max_skipped` non-finite updates in a row.
     """
     scalars: dict[str, Any] = {}
     outputs = {}

@@ -6,8 +6,7 @@ The config names a user's modules in `metrics.probes`.
 
 from __future__ import annotations
 
-import functools
-import operator
+
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -66,7 +65,6 @@ class Seen(NamedTuple):
     def updated(
         self, logprobs: Float[np.ndarray, "B T"] | None, trained: Bool[Array | np.ndarray, "B T"]
     ) -> Seen:
-        """After an update on the `trained` tokens, which may have given `logprobs`."""
         if self.logprobs is not None:
             return self
         return self._replace(logprobs=logprobs, counted=np.asarray(trained))
@@ -116,11 +114,11 @@ class Probes(Probe):
         self._probes = tuple(probes)
 
     def needs(self, step: int) -> PassNeeds:
-        found = []
+        found = NOTHING
         for module, probe in self._probes:
             with running(FIELD, module, "needs"):
-                found.append(probe.needs(step))
-        return functools.reduce(operator.or_, found, NOTHING)
+                found |= probe.needs(step)
+        return found
 
     def before(self, seen: Seen) -> Seen:
         for module, probe in self._probes:
@@ -144,10 +142,7 @@ def load_probe(name: str) -> ModuleType:
 
 
 def load_probes(tools: Tools) -> Probes:
-    """The built-in probes that the config asks for, and the user's.
-
-    Raises UserError for a user's module that cannot be used.
-    """
+    """The built-in probes that the config asks for, and the user's; UserError: one is unusable."""
     found = []
     for name in dict.fromkeys((*BUILT_IN, *tools.config.metrics.probes)):
         module = load_probe(name)

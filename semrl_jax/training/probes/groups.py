@@ -48,10 +48,9 @@ def group_indicators(
 
     The batch is ordered by group; `layers` are those of its mean states.
 
-    Returns:
-      The [B] `elliptical_novelty`, which is not valid in a group of one response or with a state
-      that is not finite; and for the log `groups/log_determinant`, the mean over the groups, and
-      `groups/lidar`, without those that do not exist.
+    Returns the [B] `elliptical_novelty`, which is not valid in a group of one response or with a
+    state that is not finite; and for the log `groups/log_determinant`, the mean over the groups,
+    and `groups/lidar`, without those that do not exist.
     """
     if not names or not scored:
         return {}, {}

@@ -86,11 +86,8 @@ def state_differences(
 ) -> dict[str, float]:
     """Relative difference of the hidden states of engine and training model, per token.
 
-    Returns `count`, `sum` and `max` of |ours - theirs| / |ours| over the compared tokens.
-
-    Args:
-      scored: B responses; those with hidden states are compared.
-      states: of the training model, by index of the response; those that this process has.
+    Returns `count`, `sum` and `max` of |ours - theirs| / |ours| over the tokens of the responses
+    with hidden states; `states` are those that this process has, by index of the response.
     """
     relative = [np.zeros(0)]
     for index, row in states.items():
