@@ -21,7 +21,7 @@ from semrl_jax.models.directory import check_params
 from semrl_jax.pages.report import page, reading
 from semrl_jax.pages.report.recorded_responses import samples
 from semrl_jax.pages.report.several_runs import paired
-from semrl_jax.sampling.addresses_file import read_addresses
+from semrl_jax.sampling.replicas import read_addresses
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import KEYS
 from tests.evaluation.making import make_sample

@@ -14,7 +14,7 @@ from semrl_jax.support.modules import module_names
 # Loaded at their first use: settings are checked and replicas serve without JAX.
 _LAZY = (
     dict.fromkeys(("dataset_metrics", "hidden_state_metrics", "mean_hidden_state"), "batch")
-    | dict.fromkeys(("RankDynamics", "rank_dynamics"), "dynamics")
+    | dict.fromkeys(("RankDynamics", "rank_dynamics"), "batch")
     | dict.fromkeys(("Measured", "Measurer"), "measurer")
     | {name: f"sets.{name}" for name in module_names("semrl_jax.metrics.sets")}
 )

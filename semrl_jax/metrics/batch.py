@@ -1,10 +1,11 @@
-"""Metrics of a batch of responses, and of the set of their mean states."""
+"""Metrics of a batch of responses, of one of them, and of the set of their mean states."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,7 @@ from semrl_jax.metrics.names import (
     metric_name,
 )
 from semrl_jax.metrics.prefixes import spectral_series
-from semrl_jax.metrics.valid_rows import (
-    AnyArray,
-    check_choice,
-    check_states,
-    check_stride,
-    compact,
-)
+from semrl_jax.metrics.valid_rows import AnyArray, check_choice, check_states, check_stride, compact
 from semrl_jax.metrics.windows import split_windows, summarise, with_whole
 from semrl_jax.support.modules import running
 
@@ -67,10 +62,8 @@ def hidden_state_metrics(
     Raises:
       ValueError: for a wrong rank, shape, dtype, stride, window, name, method or order.
     """
-    check_states(
-        hidden_states, response_mask, axes="[B, T, D], one layer of a batch: add an axis to one "
-        "response",
-    )  # fmt: skip
+    axes = "[B, T, D], one layer of a batch: add an axis to one response"
+    check_states(hidden_states, response_mask, axes=axes)
     check_choice("window", window, WINDOWS)
     check_choice("method", method, METHODS)
     names = check_metrics("names", names)
@@ -90,6 +83,50 @@ def hidden_state_metrics(
         side_by_side=bool(side_by_side),
         series=tuple(series),
     )
+
+
+class RankDynamics(NamedTuple):
+    """Effective rank (ER), its velocity (ERV) and its acceleration (ERA); float32 scalars."""
+
+    effective_rank: Float[Array, ""]
+    effective_rank_velocity: Float[Array, ""]
+    effective_rank_acceleration: Float[Array, ""]
+
+
+def rank_dynamics(
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    *,
+    stride: int,
+    window: str = "exact",
+    method: str = "svd",
+) -> RankDynamics:
+    """Computes the effective rank of a response, its velocity and its acceleration.
+
+    Args:
+      hidden_states, response_mask, method: as in `Metric.__call__`.
+      stride: tokens between two prefixes, at least 1; ERA needs three strides of tokens.
+      window: "exact" (default): prefixes of exactly j * stride tokens of the whole response.
+        "release": of the last 512 valid tokens, prefixes of t + 1 tokens for t = stride, 2 stride,
+        ... below their number; none if there are fewer than 2 stride. "later": as "release" without
+        the limit of 512 tokens, and the whole response as one more prefix.
+
+    Returns:
+      ER, ERV and ERA; ERV is 0.0 below two windows and ERA below three.
+
+    Raises:
+      ValueError: for a wrong rank, shape, dtype, stride, window or method.
+
+    Source: arXiv:2509.23808. The paper's window rule is not known here: "exact" is the rule of
+    this project, "release" the rule of the reference implementation, and "later" the rule of its
+    later revisions.
+    """
+    check_states(hidden_states, response_mask)
+    measured = hidden_state_metrics(
+        hidden_states[None], response_mask[None], stride=stride, window=window,
+        names=("effective_rank",), method=method,
+    )  # fmt: skip
+    return RankDynamics(*(measured[MetricKey("effective_rank", o)].value[0] for o in ORDERS))
 
 
 def mean_hidden_state(
@@ -112,13 +149,13 @@ def dataset_metrics(
 ) -> dict[MetricKey, Measurement]:
     """Measures the mean states of a set of responses as if they were one response.
 
-    For observation only, never for the loss. Options and errors as in `hidden_state_metrics`.
+    For observation only, never for the loss. Options and errors as in `hidden_state_metrics`; the
+    stride is the number of responses between two prefixes.
 
     Args:
       mean_states: rows of `mean_hidden_state`, computed in float32, grouped by prompt in dataset
         order. Velocity and acceleration depend on the order. A row that is not finite does not
         count.
-      stride: responses between two prefixes.
 
     Returns:
       Float32 and bool scalars: the value over all rows, velocity and acceleration over growing
@@ -155,12 +192,10 @@ def check_users_metrics(names: Sequence[str], width: int, **options) -> None:
                     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "stride", "window", "names", "method", "orders", "side_by_side", "series",
-    ),
-)  # fmt: skip
+_STATIC = ("stride", "window", "names", "method", "orders", "side_by_side", "series")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def _measure_batch(
     hidden_states: Float[AnyArray, "B T D"],
     response_mask: Bool[AnyArray, "B T"],
@@ -195,9 +230,8 @@ def _measure(
     values: dict[str, Float[Array, ""]] = {}
     of_prefixes: dict[str, Float[Array, " K"]] = {}
     for centred in (True, False):
-        spectral = [
-            name for name in names if metrics[name].of_spectrum and metrics[name].centred is centred
-        ]
+        found = {name: each for name, each in metrics.items() if each.of_spectrum}
+        spectral = [name for name, metric in found.items() if metric.centred is centred]
         if not spectral:
             continue
         spectral_orders = [name for name in spectral if name in orders]

@@ -32,30 +32,23 @@ class MetricKey(NamedTuple):
     @property
     def label(self) -> str:
         """The key in logs, files and messages: `[layer_<i>/]<name>[_velocity]`."""
-        return f"{self._layer_label}{self._name_label}"
+        layer = "" if self.layer == FINAL_LAYER else f"layer_{self.layer}/"
+        return layer + (self.name if self.order == "value" else f"{self.name}_{self.order}")
 
     @property
     def dataset_label(self) -> str:
         """The label for a set of responses: `[layer_<i>/]{global,cumulative}/...`."""
         part = "global" if self.order == "value" else "cumulative"
-        return f"{self._layer_label}{part}/{self._name_label}"
+        layer, slash, _ = self._replace(name="").label.rpartition("/")
+        return f"{layer}{slash}{part}/{self._replace(layer=FINAL_LAYER).label}"
 
     @classmethod
     def parse(cls, label: str) -> MetricKey:
-        """The key that has this label."""
         found = _LABEL.fullmatch(label)
         if found is None:
             return cls(label)
         layer, name, order = found.groups()
         return cls(name, order or "value", FINAL_LAYER if layer is None else int(layer))
-
-    @property
-    def _layer_label(self) -> str:
-        return "" if self.layer == FINAL_LAYER else f"layer_{self.layer}/"
-
-    @property
-    def _name_label(self) -> str:
-        return self.name if self.order == "value" else f"{self.name}_{self.order}"
 
 
 class Measurement(NamedTuple):
@@ -75,13 +68,10 @@ Metrics = Mapping[MetricKey, Measurement]
 
 
 def joined(parts: Sequence[tuple[int, Metrics]]) -> dict[MetricKey, Measurement]:
-    """One column per metric, from parts of so many responses each.
+    """One column per metric, from parts: (number of responses, their metrics as columns).
 
-    A part has the metrics of `size` responses as columns; a part of one response may have numbers.
-    If a part lacks a metric, its responses have no valid value of it.
-
-    Args:
-      parts: (size, metrics) of each part.
+    A part of one response may have numbers. If a part lacks a metric, its responses have no valid
+    value of it.
     """
     keys = dict.fromkeys(key for _, metrics in parts for key in metrics)
     found = {}

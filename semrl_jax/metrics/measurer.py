@@ -42,17 +42,11 @@ FLUSH_AFTER_S = 1.0  # without a new response; a caller gives up on a replica th
 
 
 class Measured(NamedTuple):
-    """What was measured of one response.
+    """What was measured of one response."""
 
-    Attributes:
-      metrics: float32 and bool, from the columns of its call.
-      mean_states: float32, of its hidden states.
-      effective_ranks: float32, of its prefixes in the final layer; None if it has none, or if ER
-        is not among the metrics.
-    """
-
-    metrics: dict[MetricKey, Measurement]
-    mean_states: Float[np.ndarray, "L D"]
+    metrics: dict[MetricKey, Measurement]  # float32 and bool, from the columns of its call
+    mean_states: Float[np.ndarray, "L D"]  # float32, of its hidden states
+    # Float32, of its prefixes in the final layer; None if it has none, or without ER.
     effective_ranks: Float[np.ndarray, " K"] | None = None
 
 
@@ -127,11 +121,8 @@ class Measurer(contextlib.AbstractContextManager):
     def submit(self, hidden_states: Float[np.ndarray, "T D"]) -> Future[Measured]:
         """Measures one response of at least one token, at the latest after the next `flush`.
 
-        The rows are kept by reference and must not change.
-
-        Raises:
-          ValueError: for more than `max_tokens` rows, or a width of 0.
-          RuntimeError: after `close`.
+        The rows are kept by reference and must not change. ValueError: more than `max_tokens` rows,
+        or a width of 0. RuntimeError: after `close`.
         """
         length, width = hidden_states.shape
         if length > self._max_tokens:
@@ -140,9 +131,8 @@ class Measurer(contextlib.AbstractContextManager):
                 "measured: raise max_tokens, or truncate the response."
             )
         if width == 0:
-            raise ValueError(
-                f"hidden_states has shape {hidden_states.shape}; its width D must be at least 1."
-            )
+            shape = hidden_states.shape
+            raise ValueError(f"hidden_states has shape {shape}; its width D must be at least 1.")
         bucket = max(next_power_of_two(length), MIN_METRIC_TOKENS)
         bucket = min(bucket, max(self._max_tokens, MIN_METRIC_TOKENS))
         kind = _Kind(bucket, width, hidden_states.dtype)
@@ -173,8 +163,7 @@ class Measurer(contextlib.AbstractContextManager):
     def submit_batch(self, means: Float[np.ndarray, "B L D"] | None) -> Future[dict[str, float]]:
         """Starts measuring the mean states of responses as one set.
 
-        The result has the valid metrics by `MetricKey.dataset_label`; it is empty without a
-        `dataset_stride` and without states.
+        The valid metrics by `MetricKey.dataset_label`; {} without a `dataset_stride` or states.
         """
         with self._lock:
             self._check_open()
@@ -253,12 +242,9 @@ async def measure_each(
 ) -> AsyncIterator[Rollout]:
     """Yields each rollout once it is measured, on the host, while others are being sampled.
 
-    Takes no more rollouts while MAX_HELD_BYTES or MAX_HELD_RESPONSES are waiting.
-
-    Args:
-      rollouts: with hidden states of layer -1, in any order; closed at the end in any case.
-      max_tokens: response limit.
-      keep_states: leave `hidden_states` in the rollouts.
+    Takes no more rollouts while MAX_HELD_BYTES or MAX_HELD_RESPONSES are waiting. They have hidden
+    states of layer -1, in any order, and are closed at the end in any case. `keep_states` leaves
+    `hidden_states` in them.
     """
     options = dataclasses.asdict(params)
     del options["dtype"]
@@ -340,10 +326,8 @@ def _by_response(metrics: Metrics, means: Float[np.ndarray, "G D"]) -> list[Meas
     """What was measured of each response of a batch."""
     ranks: list[np.ndarray | None] = [None] * len(means)
     if SERIES in metrics:
-        series = metrics[SERIES]
-        ranks = [
-            values[valid] if valid.any() else None for values, valid in zip(*series, strict=True)
-        ]
+        series = zip(*metrics[SERIES], strict=True)
+        ranks = [values[valid] if valid.any() else None for values, valid in series]
     columns = {key: found for key, found in metrics.items() if key != SERIES}
     return [
         Measured(

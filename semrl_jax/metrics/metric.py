@@ -76,8 +76,7 @@ class Metric:
 def load_metric(path: str) -> Metric:
     """Imports a metric by its name in METRICS, or by the dotted path of a user's module.
 
-    Raises:
-      UserError: if the module cannot be imported, or declares no metric.
+    UserError: the module cannot be imported, or declares no metric.
     """
     metric = load_module("metrics.names", path, "semrl_jax.metrics.kinds", ("METRIC",)).METRIC
     if not isinstance(metric, Metric):

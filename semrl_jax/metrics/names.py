@@ -39,10 +39,8 @@ def check_metrics(field: str, names: Any) -> tuple[str, ...]:
     """Returns names or module paths of metrics as a tuple.
 
     A name without a dot is one of METRICS. A path with dots is a user's module, which is not
-    imported here; see `load_metric`.
-
-    Raises:
-      UserError: if they are no sequence of names, or if two metrics have the same name.
+    imported here; see `load_metric`. UserError: they are no sequence of names, or two metrics have
+    the same name.
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise UserError(f"{field}={names!r} must be a tuple of names, such as ('curvature',).")
@@ -67,9 +65,8 @@ def check_metrics(field: str, names: Any) -> tuple[str, ...]:
                 f"{', '.join(_RESERVED)}: rename the module."
             )
     found = [metric_name(name) for name in names]
-    for name in found:
-        if found.count(name) > 1:
-            raise UserError(f"{field} has {name!r} twice; each metric needs a name of its own.")
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise UserError(f"{field} has {twice[0]!r} twice; each metric needs a name of its own.")
     return names
 
 

@@ -49,19 +49,12 @@ RELATIVE_FROM = 1e-3
 
 
 class SpectralSums(NamedTuple):
-    """Sums over the singular values sigma of each prefix of t = 1, 2, ... rows, centred.
+    """Sums over the singular values sigma of each prefix of t = 1, 2, ... rows, centred."""
 
-    Attributes:
-      total: sum sigma.
-      weighted: sum sigma log sigma.
-      count: how many sigma exceed 1e-6 of the response's largest.
-      unresolved: a bound of the sum of those far below, which `total` lacks; NaN if a factorisation
-        failed.
-    """
-
-    total: Float[Array, " T"]
-    weighted: Float[Array, " T"]
-    count: Float[Array, " T"]
+    total: Float[Array, " T"]  # sum sigma
+    weighted: Float[Array, " T"]  # sum sigma log sigma
+    count: Float[Array, " T"]  # how many sigma exceed 1e-6 of the response's largest
+    # A bound of the sum of those far below, which `total` lacks; NaN if a factorisation failed.
     unresolved: Float[Array, " T"]
 
 
@@ -105,7 +98,9 @@ def prefix_sums(
 
         def factorise(shift=shift):
             matrix = single if shift >= FLOAT32_FROM else gram
-            pivots = _log_pivots(matrix, jnp.asarray(shift, matrix.dtype))
+            shift = jnp.asarray(shift, matrix.dtype)
+            factor = cholesky_factor(matrix + shift * jnp.eye(len(matrix), dtype=matrix.dtype))
+            pivots = 2 * jnp.log(jnp.diagonal(factor)) - jnp.log(shift)  # log(L_ii^2 / shift)
             return _of_prefixes(pivots.astype(jnp.float64))
 
         if len(earlier) < 2:
@@ -161,12 +156,6 @@ def _contrasts(rows: Float[Array, "T K"]) -> Float[Array, "N K"]:
     count = jnp.arange(1, len(rows), dtype=rows.dtype)[:, None]
     means = jax.lax.associative_scan(jnp.add, rows[:-1]) / count
     return jnp.sqrt(count / (count + 1)) * (means - rows[1:])
-
-
-def _log_pivots(gram: Float[Array, "N N"], shift: Float[Array, ""]) -> Float[Array, " N"]:
-    """log(L_ii^2 / shift) of the Cholesky factor L of gram + shift I."""
-    factor = cholesky_factor(gram + shift * jnp.eye(gram.shape[0], dtype=gram.dtype))
-    return 2 * jnp.log(jnp.diagonal(factor)) - jnp.log(shift)
 
 
 def _of_prefixes(of_contrasts: Float[Array, "*B N"]) -> Float[Array, "*B T"]:

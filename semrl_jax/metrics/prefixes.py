@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -167,17 +167,12 @@ def _num_short(
 ) -> int | None:
     """How many windows are short; None if `prefix_sums` would not be faster for the others."""
     long = [size for size in sizes if size > MAX_SHORT]
-    faster = long and _are_faster(num_rows, width, long)
+    cost = sum(min(size, width) ** 3 for size in (*long, num_rows))  # of the decompositions
+    faster = long and cost > NESTED_DECOMPOSITIONS * num_rows**3
     possible = method == "gram" and centred and all(metric.of_sums for metric in series_metrics)
     if not (possible and faster and width > MAX_SHORT):
         return None
-    return sum(size <= MAX_SHORT for size in sizes)
-
-
-def _are_faster(num_rows: int, width: int, sizes: Sequence[int]) -> bool:
-    """Whether sums of a response are faster than decompositions of it and of its prefixes."""
-    cost = sum(min(size, width) ** 3 for size in (*sizes, num_rows))  # of the decompositions
-    return cost > NESTED_DECOMPOSITIONS * num_rows**3
+    return len(sizes) - len(long)
 
 
 def _measure_long(
@@ -236,9 +231,8 @@ def _decompose(*arrays, method: str, over_batch: bool, **static):
         repeated = measure(jnp.float64)[:2]
         if not over_batch:
             return repeated
-        return jnp.where(resolved[:, None], values, repeated[0]), jnp.where(
-            resolved[:, None, None], series, repeated[1]
-        )
+        new_series = jnp.where(resolved[:, None, None], series, repeated[1])
+        return jnp.where(resolved[:, None], values, repeated[0]), new_series
 
     return jax.lax.cond(jnp.all(resolved), lambda: (values, series), again)
 

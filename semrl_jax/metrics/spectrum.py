@@ -225,9 +225,8 @@ class PrefixSpectra:
             if exact:
                 small = real & (eigenvalues < RESOLVED_SIGMA_FLOAT64**2 * rounded)
                 again = active & jnp.any(small)
-                of_rows = singular_values(
-                    self.states[:size], num_rows, again, jnp.bool_(self._centred)
-                )
+                is_centred = jnp.bool_(self._centred)
+                of_rows = singular_values(self.states[:size], num_rows, again, is_centred)
                 sigma = jnp.where(again, jnp.where(real, of_rows, 0.0), sigma)
         else:
             # So that max(T, D) eps, the threshold of traditional rank, is at most half of this.

@@ -94,7 +94,9 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
     sizes = jnp.where(mask[:, None], jnp.abs(hidden_states), 0.0)
     largest = jnp.max(sizes, initial=0.0)  # NaN if one is
     finite = jnp.isfinite(largest)
-    scale = _power_of_two_below(jnp.where(finite, largest, 0.0))
+    # The largest power of two not above it, by its exponent bits; 1.0 for zero and subnormals.
+    bits = jax.lax.bitcast_convert_type(jnp.where(finite, largest, 0.0), jnp.int32) & 0x7F800000
+    scale = jnp.where(bits > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)
     order = jnp.argsort(~mask, stable=True)
     valid = (jnp.arange(mask.shape[0]) < num_tokens)[:, None]
     # LAPACK may hang on NaN: no NaN passes this line.
@@ -121,9 +123,3 @@ def anchor(
     total = jnp.sum(jnp.where(chosen, shifted, 0.0), axis=0, keepdims=True)
     mean = total / jnp.maximum(count, 1).astype(states.dtype)  # [1, D]
     return jnp.where(position < num_tokens, shifted - mean, 0.0)
-
-
-def _power_of_two_below(x: Float[Array, ""]) -> Float[Array, ""]:
-    """The largest power of two not above x, by its exponent bits; 1.0 for zero and subnormals."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
-    return jnp.where(bits > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)

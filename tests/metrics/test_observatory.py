@@ -9,8 +9,7 @@ import pytest
 
 from semrl_jax import metrics
 from semrl_jax.metrics import MetricKey
-from semrl_jax.metrics.entropy import renyi_entropy
-from semrl_jax.metrics.kinds.matrix_entropy import metric_of_order
+from semrl_jax.metrics.kinds.matrix_entropy import metric_of_order, renyi_entropy
 from semrl_jax.metrics.kinds.rankme import rankme_of
 from semrl_jax.metrics.metric import load_metric
 from tests.oracles import metrics as release

@@ -14,7 +14,7 @@ from semrl_jax.rollout import building
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.runs import train
-from semrl_jax.sampling import addresses_file, replicas
+from semrl_jax.sampling import replicas
 from semrl_jax.settings import rollout as rollout_settings
 from semrl_jax.support.errors import Preempted, UserError
 from tests.rollout.embedded import EmbeddedReplica
@@ -133,7 +133,7 @@ def test_a_file_of_addresses_that_cannot_be_used(tmp_path, content, expected):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError, match=f"rollout.addresses_file=.*{expected}") as caught:
-        addresses_file.read_addresses(str(file))
+        replicas.read_addresses(str(file))
     assert "\n" not in str(caught.value)
 
 

@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.runs import validate
-from semrl_jax.sampling.batch_rewards import group_rewards, turn_rewards
+from semrl_jax.sampling.batch_rewards import group_rewards, overlong_penalty, turn_rewards
 from tests.fixtures import make_scored
 
 

@@ -21,7 +21,6 @@ from semrl_jax.metrics.valid_rows import Rows
 
 
 def prefix_anisotropy(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
-    """Anisotropy of the first rows, as a function of their number."""
     units, directed = unit_rows(rows.states)
     sums = jnp.cumsum(units, axis=0)
     count = jnp.cumsum(directed, dtype=jnp.float32)

@@ -26,7 +26,6 @@ BLOCK_STEPS = 64  # with 3584 dimensions they fit in the cache of a core
 
 
 def prefix_curvature(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
-    """Curvature of the first rows, as a function of their number."""
     angles, exists = turning_angles(rows)
 
     def of_first(num_rows: Int[Array, ""]) -> Float[Array, ""]:

@@ -26,7 +26,6 @@ from semrl_jax.metrics.nested import SpectralSums
 def effective_rank_of(
     sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
 ) -> Float[Array, ""]:
-    """The exponential of `log_effective_rank_of`."""
     exponent = log_effective_rank_of(sigma, scale, num_rows, width)
     return jnp.where(num_rows >= 2, jnp.exp(exponent), 0.0)
 
@@ -34,7 +33,6 @@ def effective_rank_of(
 def effective_rank_of_sums(
     sums: SpectralSums, scale: Float[Array, ""], num_rows: Int[Array, " *K"], width: int
 ) -> Float[Array, " *K"]:
-    """The exponential of `log_effective_rank_of_sums`."""
     exponent = log_effective_rank_of_sums(sums, scale, num_rows, width)
     return jnp.where(num_rows >= 2, jnp.exp(exponent), 0.0)
 

@@ -29,7 +29,6 @@ EQUAL = 1e-13
 
 
 def prefix_dimension(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
-    """Intrinsic dimension of the first rows, as a function of their number."""
     if rows.states.shape[0] < 3:
         return of_prefixes(jnp.zeros(rows.states.shape[0], jnp.float32))
     return of_prefixes(with_float64(_dimensions)(rows))

@@ -17,19 +17,20 @@ import functools
 import math
 import numbers
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.entropy import renyi_entropy
 from semrl_jax.metrics.metric import Metric
+
+NEAR_ONE = 0.1  # orders this close to 1 take the form that keeps the digits there
 
 
 @functools.cache
 def metric_of_order(order: float | int) -> Metric:
     """The metric of an order, for a module that logs it: `METRIC = metric_of_order(2)`.
 
-    Raises:
-      ValueError: if the order is not a number above 0.
+    ValueError: the order is not a number above 0.
     """
     is_number = isinstance(order, numbers.Real) and not isinstance(order, bool)
     if not is_number or math.isnan(order) or order <= 0:
@@ -52,6 +53,27 @@ def matrix_entropy_of(
     total = jnp.sum(eigenvalues)
     entropy = renyi_entropy(eigenvalues / jnp.where(total > 0, total, 1.0), order)
     return jnp.where(num_rows >= 2, entropy, 0.0)
+
+
+def renyi_entropy(q: Float[Array, " S"], order: float) -> Float[Array, ""]:
+    """Computes log(sum q^a) / (1 - a) in nats, for shares q that sum to one; zeros add nothing.
+
+    Order 1 is its limit, the Shannon entropy. Order infinity is -log(max q). 0.0 if all q are zero.
+    """
+    positive = q > 0
+    log_q = jnp.log(jnp.where(positive, q, 1.0))
+    if order == 1:
+        entropy = jnp.sum(q * log_q)
+    elif math.isinf(order):
+        entropy = jnp.max(jnp.where(positive, log_q, -jnp.inf), initial=-jnp.inf)
+    elif abs(order - 1.0) < NEAR_ONE:
+        # sum q^a = 1 + sum q (q^(a-1) - 1). log1p takes the second term without rounding it away.
+        excess = jnp.sum(q * jnp.expm1((order - 1.0) * log_q))
+        return jnp.abs(jnp.log1p(excess)) / abs(order - 1.0)  # 0.0, never -0.0
+    else:
+        powers = jax.nn.logsumexp(jnp.where(positive, order * log_q, -jnp.inf))
+        entropy = powers / (order - 1.0)
+    return jnp.where(jnp.any(positive), jnp.abs(entropy), 0.0)
 
 
 METRIC = metric_of_order(1.0)

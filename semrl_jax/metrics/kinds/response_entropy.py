@@ -16,7 +16,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.entropy import renyi_entropy
+from semrl_jax.metrics.kinds.matrix_entropy import renyi_entropy
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.prefixes import EPSILON
 

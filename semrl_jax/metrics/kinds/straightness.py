@@ -23,7 +23,6 @@ from semrl_jax.metrics.valid_rows import Rows
 
 
 def prefix_straightness(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
-    """Straightness of the first rows, as a function of their number."""
     states = rows.states
     steps = jnp.diff(states, axis=0, prepend=states[:1])  # the first one is zero
     valid = jnp.arange(states.shape[0]) < rows.num_tokens

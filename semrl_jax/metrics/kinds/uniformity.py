@@ -25,7 +25,6 @@ TEMPERATURE = 2.0  # t of the paper
 
 
 def prefix_uniformity(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
-    """Uniformity of the first rows, as a function of their number."""
     units, directed = unit_rows(rows.states)
     cosines = jnp.clip(symmetric_product(units), -1.0, 1.0)
     counted = jnp.tril(directed[:, None] & directed[None], -1)

@@ -22,7 +22,7 @@ PROGRESS_EVERY_S = 10.0
 class ChildReplica(contextlib.AbstractContextManager):
     """`launch.rollout` on a free loopback port; it is started again whenever it ends.
 
-    It serves until its standard input closes, so even if this process is killed. Use it in a `with`.
+    It ends with its standard input, and so with this process, killed or not. Use it in a `with`.
 
     Args:
       command: serves rollouts; `--port` and `--until_stdin_closes` are appended.

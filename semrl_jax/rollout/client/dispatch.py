@@ -227,7 +227,7 @@ class Dispatcher:
         self._cancelled.append(stream)
 
     def _cancel_surplus(self, last: _Stream) -> None:
-        """Once all responses of the unit of the latest one are there, ends calls that would send more."""
+        """Ends the calls for the latest response's unit that would send more than is missing."""
         if self._missing(last.unit.requests):
             return
         for stream in list(last.unit.streams):

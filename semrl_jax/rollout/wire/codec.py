@@ -508,10 +508,7 @@ class RolloutDecoder:
 def encode_chunk(
     others: pb.TensorChunk | pb.StateChunk, data: UInt8[np.ndarray, " bytes"]
 ) -> bytes:
-    """A serialised UpdateWeightsRequest or GenerateResponse with a chunk: its fields, then the data.
-
-    Protobuf would copy the data three times.
-    """
+    """A serialised request or response with a chunk: its fields, then the data, copied once."""
     head = b"".join((others.SerializeToString(), FIELD_2, _varint(len(data))))
     return b"".join((FIELD_2, _varint(len(head) + len(data)), head, data.data))
 

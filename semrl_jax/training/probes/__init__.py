@@ -6,7 +6,6 @@ The config names a user's modules in `metrics.probes`.
 
 from __future__ import annotations
 
-
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
