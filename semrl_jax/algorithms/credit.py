@@ -34,35 +34,26 @@ Options = tuple[tuple[str, Any], ...]  # keywords of a function, as a static arg
 
 @dataclasses.dataclass(frozen=True)
 class CreditRules:
-    """How credit is assigned; hashable, so that it can be static under `jax.jit`.
-
-    Attributes:
-      mask_truncated: whether responses that were truncated are not trained on. They still count in
-        the statistics of their group.
-      importance: options of `importance_weights`; empty: the advantages are not multiplied by these
-        weights here.
-    """
+    """How credit is assigned; hashable, so that it can be static under `jax.jit`."""
 
     algorithm: Algorithm
     shaping: ShapingOptions
+    # Whether responses that were truncated are not trained on. They still count in the statistics
+    # of their group.
     mask_truncated: bool = False
+    # Options of `importance_weights`; empty: the advantages are not multiplied by these weights
+    # here.
     importance: Options = ()
 
 
 class Tokens(NamedTuple):
-    """The responses of a batch.
+    """The responses of a batch."""
 
-    Attributes:
-      response_mask: True on tokens that count.
-      truncated: whether a response ended at the limit of its length.
-      turn_rewards: at the last token of each turn, 0.0 elsewhere; read only with
-        `Needs.turn_rewards`.
-      rollout_logprobs: nats, as the engine reported; read only for importance weights.
-    """
-
-    response_mask: Bool[Array, "B T"]
-    truncated: Bool[Array, " B"]
+    response_mask: Bool[Array, "B T"]  # True on tokens that count
+    truncated: Bool[Array, " B"]  # whether a response ended at the limit of its length
+    # Nats, as the engine reported; read only for importance weights.
     rollout_logprobs: Float[Array, "B T"] | None = None
+    # At the last token of each turn, 0.0 elsewhere; read only with `Needs.turn_rewards`.
     turn_rewards: Float[Array, "B T"] | None = None
 
 

@@ -75,8 +75,8 @@ def by_size(
 ) -> float | int | Shaped[Array, "P 1"]:
     """The value of a function of the number of responses that are compared, in each group.
 
-    Responses whose `lengths`, in tokens, are 0 are absent; None: none is. Numbers are those of the
-    function in both cases, so that the same responses have the same advantages.
+    Responses whose `lengths`, in tokens, are 0 are absent; None: none is. Both cases give
+    the numbers of the function, so that the same responses have the same advantages.
     """
     if lengths is None:
         return function(rewards.shape[1])

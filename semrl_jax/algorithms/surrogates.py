@@ -24,18 +24,12 @@ Terms = tuple[Float[Array, "*tokens"], Bool[Array, "*tokens"]]
 
 
 class Tokens(NamedTuple):
-    """Arrays of one micro-batch: float32, 0 where a token does not count.
+    """Arrays of one micro-batch: float32, 0 where a token does not count."""
 
-    Attributes:
-      logprobs: nats, with gradient.
-      old_logprobs: nats; None for a surrogate without a ratio.
-      advantages: without gradient.
-      sequence_ids: see `sum_over_sequences`; None for a surrogate of single tokens.
-    """
-
-    logprobs: Float[Array, "*tokens"]
-    old_logprobs: Float[Array, "*tokens"] | None
-    advantages: Float[Array, "*tokens"]
+    logprobs: Float[Array, "*tokens"]  # nats, with gradient
+    old_logprobs: Float[Array, "*tokens"] | None  # nats; None for a surrogate without a ratio
+    advantages: Float[Array, "*tokens"]  # without gradient
+    # See `sum_over_sequences`; None for a surrogate of single tokens.
     sequence_ids: Int[Array, "*tokens"] | None
 
     def log_ratio(self) -> Float[Array, "*tokens"]:

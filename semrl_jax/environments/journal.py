@@ -16,24 +16,18 @@ MAX_LINE_BYTES = 1 << 26  # a longer one is not read, so that its environment is
 
 
 class Place(NamedTuple):
-    """Whose answers these are: `episode` is unique among those of the weights of `step`."""
+    """Whose answers these are: `episode` is unique among episodes with the weights of `step`."""
 
     step: int
     episode: str
 
 
 class Reply(NamedTuple):
-    """What came of a call of `step`.
+    """What came of a call of `step`."""
 
-    Attributes:
-      value: what it returned, as JSON has it.
-      error: "" or why it returned nothing.
-      seconds: that it took.
-    """
-
-    value: Any
-    error: str
-    seconds: float
+    value: Any  # what it returned, as JSON has it
+    error: str  # "" or why it returned nothing
+    seconds: float  # that it took
 
 
 class Journal:

@@ -58,18 +58,12 @@ _WHOSE = "the process of the environment"
 
 
 class Opening(NamedTuple):
-    """A task of an environment, with all that an episode of it begins with.
-
-    Attributes:
-      messages: the prompt.
-      seed: follows from the task.
-      environment: its name, as `environment.name`.
-    """
+    """A task of an environment, with all that an episode of it begins with."""
 
     task: Mapping[str, Any]
-    seed: int
-    messages: Sequence[Message]
-    environment: str = ""
+    seed: int  # follows from the task
+    messages: Sequence[Message]  # the prompt
+    environment: str = ""  # its name, as `environment.name`
 
 
 class Answer(NamedTuple):
@@ -103,12 +97,9 @@ class EnvironmentPool:
     The constructor returns at once, and the first episode waits for the home. UserError: a value of
     the section `config.environment` is out of range, or, on entering the context, the environment
     cannot be made.
-
-    Attributes:
-      journal: of answers; None: they are not kept.
     """
 
-    journal: Journal | None = None
+    journal: Journal | None = None  # of answers; None: they are not kept
 
     def __init__(self, environment: Section):
         options = dict(environment)

@@ -15,20 +15,15 @@ AnyArray = jax.Array | np.ndarray
 
 
 class Rows(NamedTuple):
-    """The valid rows of one response, in order, zero rows after them.
+    """The valid rows of one response, in order, zero rows after them."""
 
-    Attributes:
-      states: float32 [T, D], divided by `scale`; all zero if a valid row was not finite.
-      num_tokens: int32, how many rows are valid.
-      scale: float32 power of two near the largest entry, so that squares do not overflow. The
-        division is exact. Entries below 1.2e-38, before or after it, count as zero.
-      finite: whether every valid row was finite.
-    """
-
+    # Float32 [T, D], divided by `scale`; all zero if a valid row was not finite.
     states: Float[Array, "T D"]
-    num_tokens: Int[Array, ""]
+    num_tokens: Int[Array, ""]  # int32, how many rows are valid
+    # Float32 power of two near the largest entry, so that squares do not overflow. The division is
+    # exact. Entries below 1.2e-38, before or after it, count as zero.
     scale: Float[Array, ""]
-    finite: Bool[Array, ""]
+    finite: Bool[Array, ""]  # whether every valid row was finite
 
 
 def check_states(

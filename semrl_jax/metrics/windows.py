@@ -20,19 +20,12 @@ from semrl_jax.metrics.valid_rows import Rows
 
 
 class Windows(NamedTuple):
-    """The prefixes of one response.
+    """The prefixes of one response."""
 
-    Attributes:
-      rows: the rows that contain them: all, or the last 512 valid ones.
-      sizes: static lengths, ascending; some may exceed the response.
-      num_windows: int32, how many of the sizes fit into this response.
-      whole_last: whether the value of the whole response follows as one more point.
-    """
-
-    rows: Rows
-    sizes: tuple[int, ...]
-    num_windows: Int[Array, ""]
-    whole_last: bool
+    rows: Rows  # the rows that contain them: all, or the last 512 valid ones
+    sizes: tuple[int, ...]  # static lengths, ascending; some may exceed the response
+    num_windows: Int[Array, ""]  # int32, how many of the sizes fit into this response
+    whole_last: bool  # whether the value of the whole response follows as one more point
 
 
 def split_windows(rows: Rows, stride: int, window: str) -> Windows:

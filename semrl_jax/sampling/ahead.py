@@ -51,24 +51,18 @@ class Ahead:
     The batch of step s begins with the weights of step max(0, s - lag), one batch after the other.
     So what `next` returns follows from the config and the step, independent of time. An evaluation
     waits until nothing else is being sampled.
-
-    Attributes:
-      lag: above 0.
-      ready: number of steps between the newest weights that sample tokens of a batch and the step
-        that trains on it: `lag`, or 1 if a batch is sampled in parts.
-      num_steps: of the run.
-      sampler: used by the main thread, for evaluations.
-      thread_sampler: used by the sampling thread, with its own channel to the other processes.
-      batches: the batches that `thread_sampler` samples.
-      count: returns the counts of events since its last call; it uses the same channel.
     """
 
-    lag: int
+    lag: int  # above 0
+    # Number of steps between the newest weights that sample tokens of a batch and the step that
+    # trains on it: `lag`, or 1 if a batch is sampled in parts.
     ready: int
-    num_steps: int
-    sampler: Sampler
+    num_steps: int  # of the run
+    sampler: Sampler  # used by the main thread, for evaluations
+    # Used by the sampling thread, with its own channel to the other processes.
     thread_sampler: Sampler
-    batches: Batches
+    batches: Batches  # the batches that `thread_sampler` samples
+    # Returns the counts of events since its last call; it uses the same channel.
     count: Callable[[], dict[str, float]]
 
     def __post_init__(self):

@@ -35,17 +35,11 @@ class ScoredRollout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scored(Sequence[ScoredRollout]):
-    """B scored responses, and what was measured of them in columns.
+    """B scored responses, and what was measured of them in columns."""
 
-    Attributes:
-      items: the responses; their rollouts hold no metrics.
-      metrics: [B] values and validities by key.
-      mean_states: float32 means of the hidden states, of each measured layer; None if a response
-        has none.
-    """
-
-    items: Sequence[ScoredRollout]
-    metrics: Metrics = dataclasses.field(default_factory=dict)
+    items: Sequence[ScoredRollout]  # the responses; their rollouts hold no metrics
+    metrics: Metrics = dataclasses.field(default_factory=dict)  # [B] values and validities by key
+    # Float32 means of the hidden states, of each measured layer; None if a response has none.
     mean_states: Float[np.ndarray, "B L D"] | None = None
 
     @classmethod

@@ -31,15 +31,11 @@ class Selecting:
 
     The position is then after the last of them: prompts whose groups were sampled but not needed
     come again in the next step.
-
-    Attributes:
-      rounds: samples the rounds.
-      rewards_of: rewards that decide which groups are kept.
     """
 
     config: ml_collections.ConfigDict
-    rounds: Rounds
-    rewards_of: Rewards
+    rounds: Rounds  # samples the rounds
+    rewards_of: Rewards  # rewards that decide which groups are kept
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
         """See `Batches.next`. Raises TooFewGroups if the rounds do not give P groups."""
@@ -60,16 +56,12 @@ class Selecting:
 
 
 class Kept(NamedTuple):
-    """The groups that a step trains on.
+    """The groups that a step trains on."""
 
-    Attributes:
-      scored: their responses, in (prompt, sample) order.
-      num_prompts: prompts up to and with the last kept group's; the rest of its round is unused.
-      scalars: `rollout/...` counts, and `reward/..._sampled` over all groups of all rounds.
-    """
-
-    scored: Scored
+    scored: Scored  # their responses, in (prompt, sample) order
+    # Prompts up to and with the last kept group's; the rest of its round is unused.
     num_prompts: int
+    # `rollout/...` counts, and `reward/..._sampled` over all groups of all rounds.
     scalars: dict[str, float]
 
 

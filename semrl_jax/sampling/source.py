@@ -18,17 +18,11 @@ from semrl_jax.support.clock import Clock
 
 
 class Sample(NamedTuple):
-    """The responses of one training step.
+    """The responses of one training step."""
 
-    Attributes:
-      scored: B = P * G, in (group, sample) order.
-      position: (epoch, prompts taken of it) after this step.
-      scalars: all that the log says about the sampling, apart from the responses.
-    """
-
-    scored: Scored
-    position: Position
-    scalars: dict[str, float]
+    scored: Scored  # B = P * G, in (group, sample) order
+    position: Position  # (epoch, prompts taken of it) after this step
+    scalars: dict[str, float]  # all that the log says about the sampling, apart from the responses
 
     def with_scalars(self, scalars: Mapping[str, float]) -> Sample:
         return self._replace(scalars=self.scalars | scalars)
@@ -78,14 +72,10 @@ class Now:
 
 @dataclasses.dataclass
 class Counted:
-    """A source whose samples also have what was counted since the one before.
-
-    Attributes:
-      counts: each returns scalars since its last call.
-    """
+    """A source whose samples also have what was counted since the one before."""
 
     source: Source
-    counts: Sequence[Callable[[], dict[str, float]]]
+    counts: Sequence[Callable[[], dict[str, float]]]  # each returns scalars since its last call
     _began: bool = False
 
     def offer(self, weights: Sequence[models.Params], step: int) -> None:

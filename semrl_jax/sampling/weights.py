@@ -30,33 +30,24 @@ T = TypeVar("T")
 
 
 class Weights(NamedTuple):
-    """The policy that is sampled from.
+    """The policy that is sampled from."""
 
-    Attributes:
-      step: of the loop.
-      read: starts a pass over the arrays of `models.tensor_specs`. They are on the devices if one
-        process trains and samples.
-      read_together: every process must read, to the end, at the same time.
-      version: None before the weights are sent, and in a process without replicas.
-    """
-
-    step: int
+    step: int  # of the loop
+    # Starts a pass over the arrays of `models.tensor_specs`. They are on the devices if one process
+    # trains and samples.
     read: Callable[[], Iterator[np.ndarray | jax.Array]]
-    read_together: bool
+    read_together: bool  # every process must read, to the end, at the same time
+    # None before the weights are sent, and in a process without replicas.
     version: WeightVersion | None = None
 
 
 @dataclasses.dataclass
 class WeightSync:
-    """Reads weights and sends them to the replicas. All processes call its methods together.
-
-    Attributes:
-      client: None if this process does not sample.
-    """
+    """Reads weights and sends them to the replicas. All processes call its methods together."""
 
     config: ml_collections.ConfigDict
     architecture: models.DecoderConfig
-    client: RolloutClient | None
+    client: RolloutClient | None  # None if this process does not sample
     peers: Processes
     stop: StopRequest | StopElsewhere
     reporter: Reporter

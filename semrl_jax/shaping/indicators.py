@@ -15,18 +15,13 @@ from semrl_jax.shaping.options import ShapingOptions
 
 
 class Indicators(NamedTuple):
-    """The K tracked indicators of B responses, in the order of the baselines.
+    """The K tracked indicators of B responses, in the order of the baselines."""
 
-    Attributes:
-      values: float32, 0.0 where not present.
-      present: which responses have which indicator. With `reproduce_release`, responses too short
-        for velocity or acceleration have it too.
-      valid: responses that have every used indicator and can be shaped.
-    """
-
-    values: Float[Array, "K B"]
+    values: Float[Array, "K B"]  # float32, 0.0 where not present
+    # Which responses have which indicator. With `reproduce_release`, responses too short for
+    # velocity or acceleration have it too.
     present: Bool[Array, "K B"]
-    valid: Bool[Array, " B"]
+    valid: Bool[Array, " B"]  # responses that have every used indicator and can be shaped
 
 
 def read_indicators(metrics: Metrics, options: ShapingOptions) -> Indicators:

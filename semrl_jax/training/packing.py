@@ -69,23 +69,18 @@ class TokenRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-    """How batches are laid out; no choice changes a number beyond rounding.
+    """How batches are laid out; no choice changes a number beyond rounding."""
 
-    Attributes:
-      mesh: rows are split over its data axes.
-      micro_batch_size: most rows of a micro-batch, a multiple of the number of data shards. Not
-        used if `micro_batch_tokens` is set.
-      micro_batch_tokens: most columns of a micro-batch per data shard, padding included; a multiple
-        of the sequence axis. 0: `micro_batch_size` is the limit.
-      pack_sequences: several sequences share a row of `micro_batch_tokens` columns.
-      balance_lengths: assign sequences so that shards and micro-batches have about the same number
-        of tokens; otherwise sequences stay in their order.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # rows are split over its data axes
+    # Most rows of a micro-batch, a multiple of the number of data shards. Not used if
+    # `micro_batch_tokens` is set.
     micro_batch_size: int = 1
+    # Most columns of a micro-batch per data shard, padding included; a multiple of the sequence
+    # axis. 0: `micro_batch_size` is the limit.
     micro_batch_tokens: int = 0
-    pack_sequences: bool = False
+    pack_sequences: bool = False  # several sequences share a row of `micro_batch_tokens` columns
+    # Assign sequences so that shards and micro-batches have about the same number of tokens;
+    # otherwise sequences stay in their order.
     balance_lengths: bool = True
 
     @property
@@ -117,19 +112,15 @@ def row_plan(mesh: Mesh, training: ml_collections.ConfigDict) -> RowPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """A batch in rows, and the mapping between its responses and their slots.
+    """A batch in rows, and the mapping between its responses and their slots."""
 
-    Attributes:
-      rows: NumPy arrays.
-      num_micro: number of micro-batches that hold sequences. They come first; the passes skip the
-        empty ones after them.
-      slots: index into the M * R * U slots of each response token; -1 for padding and context.
-      shard_tokens: tokens of each data shard, prompts included; a shared prompt counts once.
-    """
-
-    rows: TokenRows
+    rows: TokenRows  # NumPy arrays
+    # Number of micro-batches that hold sequences. They come first; the passes skip the empty ones
+    # after them.
     num_micro: int
+    # Index into the M * R * U slots of each response token; -1 for padding and context.
     slots: Int[np.ndarray, "B T"]
+    # Tokens of each data shard, prompts included; a shared prompt counts once.
     shard_tokens: Int[np.ndarray, " shards"]
 
     def tokens(self) -> Int[np.ndarray, "M R U"]:

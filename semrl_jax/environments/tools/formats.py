@@ -30,19 +30,13 @@ _BLANKS, _BETWEEN = re.compile(r"\s*"), re.compile(r"[\s;]*")
 
 
 class ToolFormat(NamedTuple):
-    """How tools, calls and answers are written.
+    """How tools, calls and answers are written."""
 
-    Attributes:
-      name: "hermes", "llama3" or "json".
-      in_template: whether the chat template writes it: give the schemas to the template as `tools`.
-      example: a call as the policy must write it.
-      find: the calls in a response.
-    """
-
-    name: str
+    name: str  # "hermes", "llama3" or "json"
+    # Whether the chat template writes it: give the schemas to the template as `tools`.
     in_template: bool
-    example: str
-    find: Callable[[str], Iterator[Call]]
+    example: str  # a call as the policy must write it
+    find: Callable[[str], Iterator[Call]]  # the calls in a response
 
     def parse(self, response: str) -> list[Call]:
         """The calls in a response, in their order; [] if it makes none.

@@ -44,29 +44,19 @@ _ARTICLES = {"integer": "an integer", "array": "an array", "object": "an object"
 
 
 class Call(NamedTuple):
-    """A call that a policy wrote.
+    """A call that a policy wrote."""
 
-    Attributes:
-      name: of the tool.
-      arguments: by name, as parsed from JSON.
-      error: why the call is malformed; "" if it is not.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    error: str = ""
+    name: str  # of the tool
+    arguments: dict[str, Any]  # by name, as parsed from JSON
+    error: str = ""  # why the call is malformed; "" if it is not
 
 
 class Answer(NamedTuple):
-    """The answer to a call.
+    """The answer to a call."""
 
-    Attributes:
-      text: for the policy. It can be written as UTF-8. After an error, one line.
-      error: "" if the function returned a result. Otherwise "malformed", "unknown_tool",
-        "arguments", "exception" (the function raised), or "result" (it has no JSON form).
-    """
-
-    text: str
+    text: str  # for the policy. It can be written as UTF-8. After an error, one line.
+    # "" if the function returned a result. Otherwise "malformed", "unknown_tool", "arguments",
+    # "exception" (the function raised), or "result" (it has no JSON form).
     error: str = ""
 
 

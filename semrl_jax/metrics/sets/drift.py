@@ -13,15 +13,11 @@ from semrl_jax.metrics.valid_rows import AnyArray, check_states
 
 
 class Drift(NamedTuple):
-    """Means over the tokens; float32 scalars.
+    """Means over the tokens; float32 scalars."""
 
-    Attributes:
-      distance: |z - r| / |r|, where z is the policy's state and r the reference's state.
-      angle: angle between z and r, in radians.
-    """
-
+    # |z - r| / |r|, where z is the policy's state and r the reference's state.
     distance: Float[Array, ""]
-    angle: Float[Array, ""]
+    angle: Float[Array, ""]  # angle between z and r, in radians
 
 
 @jax.jit

@@ -47,18 +47,13 @@ _DIGITS_OF = {name: str(number) for number, name in enumerate(_NAMES.split())}
 
 
 class Number(NamedTuple):
-    """A number as written.
+    """A number as written."""
 
-    Attributes:
-      value: of the digits; 10 for `10%`.
-      place: what 1 in the last place is worth, such as 0.01 for `2.50`; 0 if the number is exact:
-        an integer, also `27.0`, or a fraction of integers.
-      is_percent: with a percent sign.
-    """
-
-    value: Fraction
+    value: Fraction  # of the digits; 10 for `10%`
+    # What 1 in the last place is worth, such as 0.01 for `2.50`; 0 if the number is exact: an
+    # integer, also `27.0`, or a fraction of integers.
     place: Fraction = Fraction(0)
-    is_percent: bool = False
+    is_percent: bool = False  # with a percent sign
 
     def scaled(self, factor: Fraction) -> Number:
         """The number times a factor, without a percent sign."""

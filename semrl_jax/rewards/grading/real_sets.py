@@ -33,17 +33,11 @@ _COMPARE: dict[str, Callable[[int], bool]] = {
 
 
 class RealSet(NamedTuple):
-    """A set of real numbers.
+    """A set of real numbers."""
 
-    Attributes:
-      contains: whether a number, a Fraction or of mpmath, is in the set.
-      ends: all numbers at which the set may begin or end.
-      name: of the variable; "" if none is written.
-    """
-
-    contains: Callable[[Any], bool]
-    ends: tuple[Any, ...]
-    name: str = ""
+    contains: Callable[[Any], bool]  # whether a number, a Fraction or of mpmath, is in the set
+    ends: tuple[Any, ...]  # all numbers at which the set may begin or end
+    name: str = ""  # of the variable; "" if none is written
 
 
 def as_real_set(text: str) -> RealSet | None:

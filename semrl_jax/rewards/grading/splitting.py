@@ -22,16 +22,12 @@ _BUILDER = re.compile(r"\\?\{\s*[a-zA-Z]\s*(?:\||:)(.*?)\\?\}")
 
 
 class Parts(NamedTuple):
-    """An answer of several parts.
+    """An answer of several parts."""
 
-    Attributes:
-      brackets: around them: `()` and `[)` of tuples and intervals, "matrix" of matrices with
-        their shape; "" of sets and lists, whose order has no meaning; "union" likewise.
-      items: the parts, texts.
-    """
-
+    # Around them: `()` and `[)` of tuples and intervals, "matrix" of matrices with their shape; ""
+    # of sets and lists, whose order has no meaning; "union" likewise.
     brackets: str
-    items: tuple[str, ...]
+    items: tuple[str, ...]  # the parts, texts
 
     @property
     def is_ordered(self) -> bool:

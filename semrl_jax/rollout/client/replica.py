@@ -33,26 +33,18 @@ _MAX_CALLS_AT_ONCE = 8  # even if a replica says more: its server admits 64 call
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """Timeouts of a client, and its reports.
+    """Timeouts of a client, and its reports."""
 
-    Attributes:
-      connect_timeout_s: until all replicas have answered.
-      sync_timeout_s: of one `sync_weights`, retries included.
-      sync_wait_s: after one replica has confirmed the weights, the others have this long. A replica
-        may also make the others wait this long for the next bytes.
-      generate_timeout_s: of one `generate`, retries included.
-      stall_timeout_s: a replica that sends nothing for this long, compilation included, loses its
-        call.
-      progress_every_s: interval between two lines about the same wait.
-      progress: takes one line; the default logs it as a warning.
-    """
-
-    connect_timeout_s: float = 300.0
-    sync_timeout_s: float = 1800.0
+    connect_timeout_s: float = 300.0  # until all replicas have answered
+    sync_timeout_s: float = 1800.0  # of one `sync_weights`, retries included
+    # After one replica has confirmed the weights, the others have this long. A replica may also
+    # make the others wait this long for the next bytes.
     sync_wait_s: float = 60.0
-    generate_timeout_s: float = 7200.0
+    generate_timeout_s: float = 7200.0  # of one `generate`, retries included
+    # A replica that sends nothing for this long, compilation included, loses its call.
     stall_timeout_s: float = 600.0
-    progress_every_s: float = 10.0
+    progress_every_s: float = 10.0  # interval between two lines about the same wait
+    # Takes one line; the default logs it as a warning.
     progress: Callable[[str], None] = _log.warning
 
 
@@ -124,13 +116,9 @@ class Load:
 
 
 class Responses(abc.ABC):
-    """The responses of one call, read by one thread.
+    """The responses of one call, read by one thread."""
 
-    Attributes:
-      num_bytes: received so far: "state_bytes", "token_bytes" and "metric_bytes".
-    """
-
-    num_bytes: Mapping[str, int]
+    num_bytes: Mapping[str, int]  # received so far: "state_bytes", "token_bytes" and "metric_bytes"
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Rollout | None]:

@@ -58,23 +58,17 @@ CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 @dataclasses.dataclass(frozen=True)
 class VllmSettings:
-    """How vLLM is started: `config.rollout.vllm_*`, by the names of vLLM's arguments, and more.
+    """How vLLM is started: `config.rollout.vllm_*`, by the names of vLLM's arguments, and more."""
 
-    Attributes:
-      dtype: of weights, activations and hidden states: "bfloat16" or "float32".
-      kv_cache_gib: 0 takes the rest of the memory on a device, and 4 GiB on a CPU.
-      max_tokens: of a prompt and its response together; 0: the sum of their limits.
-    """
-
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of weights, activations and hidden states: "bfloat16" or "float32"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
-    kv_cache_gib: float = 0.0
+    kv_cache_gib: float = 0.0  # 0 takes the rest of the memory on a device, and 4 GiB on a CPU
     enforce_eager: bool = False
     quantization: str = ""
-    max_tokens: int = 0
+    max_tokens: int = 0  # of a prompt and its response together; 0: the sum of their limits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,17 +21,13 @@ _FIRST_FIELD = {pb.TensorChunk: 1 << 3, pb.StateChunk: 1 << 3 | 2}  # tags: tens
 
 
 class Reader(NamedTuple):
-    """Parses and checks the requests of one method.
+    """Parses and checks the requests of one method."""
 
-    Attributes:
-      parse: turns bytes into the method's argument. Raises DecodeError, or a ValueError with a
-        message for the sender.
-      num_bytes: limit of a request.
-      is_long: `read` may take seconds and much memory: it should run in a thread, one at a time.
-    """
-
+    # Turns bytes into the method's argument. Raises DecodeError, or a ValueError with a message for
+    # the sender.
     parse: Callable[[bytes], object]
-    num_bytes: int = _SMALL_BYTES
+    num_bytes: int = _SMALL_BYTES  # limit of a request
+    # `read` may take seconds and much memory: it should run in a thread, one at a time.
     is_long: bool = False
 
     def read(self, data: bytes) -> object:

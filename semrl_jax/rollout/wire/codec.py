@@ -77,18 +77,15 @@ class NotOffered(ValueError):
 
 
 class GenerateCall(NamedTuple):
-    """A decoded GenerateRequest.
-
-    Attributes:
-      keep: the replica may keep the caches of these responses. A later call for the same sample
-        ids then continues those with which its prompts begin.
-    """
+    """A decoded GenerateRequest."""
 
     requests: tuple[SampleRequest, ...]
     sampling: SamplingParams
     hidden_states: HiddenStateParams
     version: WeightVersion
     metrics: MetricParams | None = None
+    # The replica may keep the caches of these responses. A later call for the same sample ids then
+    # continues those with which its prompts begin.
     keep: bool = False
 
 
