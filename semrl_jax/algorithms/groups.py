@@ -116,10 +116,8 @@ def centred(
 ) -> Float[Array, "P G"]:
     """Float32 rewards less a baseline of their group, its mean by default; 0.0 if all are equal.
 
-    With `lengths`, as in `by_size`, 0.0 for absent responses.
-
-    Raises:
-      ValueError: if the group size G is below 2.
+    With `lengths`, as in `by_size`, 0.0 for absent responses. Raises ValueError if the group size G
+    is below 2.
     """
     check_groups(rewards)
     # Less the first reward: equal rewards have a mean that rounds, equal differences of 0 do not.

@@ -23,9 +23,8 @@ KIND_OF = {UserError: "mistake", Preempted: "preempted", Retry: "retry"}  # of o
 def run_phase(peers: Processes, phase: str, work: Callable[[], T]) -> T:
     """Runs `work` in this process and waits for all others; every process must call it.
 
-    Raises:
-      UserError, Preempted, Retry: in every process, if it was raised in one.
-      Exception: in the process where `work` raised it. The others raise PeerFailed.
+    Raises UserError, Preempted, Retry in every process, if it was raised in one; Exception in the
+    process where `work` raised it. The others raise PeerFailed.
     """
     if peers.count == 1:
         return work()

@@ -231,9 +231,8 @@ class EnvironmentPool:
     def connect(self) -> _Connection:
         """A new process for an episode.
 
-        Raises:
-          UserError: if the environment cannot be made.
-          RuntimeError: if the pool was closed, or this process may open no more sockets.
+        Raises UserError if the environment cannot be made; RuntimeError if the pool was closed, or
+        this process may open no more sockets.
         """
         while True:
             home = self._at_home()

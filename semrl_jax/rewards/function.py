@@ -40,10 +40,8 @@ def load_function(path: str, field: str = "rewards.function") -> tuple[Callable[
 
     The module may be a .pkl file of `dump_functions`. The function gets the row if it has a
     parameter `row`, or a third one without a default; the second result tells whether it does.
-
-    Raises:
-      UserError: if the import fails, or the name is not a function of (response, reference) or of
-        (response, reference, row); `field` of the config has the path.
+    Raises UserError if the import fails, or the name is not a function of (response, reference) or
+    of (response, reference, row); `field` of the config has the path.
     """
     module_name, _, name = path.partition(":")
     try:
@@ -120,10 +118,8 @@ def as_verdict(result: Any, response: str) -> Verdict:
 
     It may be a score; or a mapping with `score` and optionally `correct`, `boxed` and `extracted`;
     or a `Verdict`. Without `correct`, a response is correct if its score is positive. The verdict
-    has plain Python values; a lone surrogate in `extracted` becomes "?".
-
-    Raises:
-      NonsenseError: if it is none of these, or has a wrong type or a number that is not finite.
+    has plain Python values; a lone surrogate in `extracted` becomes "?". Raises NonsenseError if it
+    is none of these, or has a wrong type or a number that is not finite.
     """
     try:
         return _read(result, response)

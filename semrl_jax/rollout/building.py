@@ -194,11 +194,9 @@ def engine_mesh(
 ) -> Mesh:
     """The first `tensor * data` devices of a process; by default of this one.
 
-    One of `tensor` and `data` may be -1, which takes the remaining devices.
-
-    Raises:
-      UserError: if there are too few devices, if `tensor` does not divide the architecture, or if
-        `data` is no power of two.
+    One of `tensor` and `data` may be -1, which takes the remaining devices. Raises UserError if
+    there are too few devices, if `tensor` does not divide the architecture, or if `data` is no
+    power of two.
     """
     devices = jax.local_devices() if devices is None else devices
     fields = f"rollout.jax_tensor_parallelism={tensor}, rollout.jax_data_parallelism={data}"

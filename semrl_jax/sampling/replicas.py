@@ -146,8 +146,7 @@ def check_addresses(addresses: Sequence[str], field: str = "rollout.addresses") 
 def read_addresses(file: str) -> tuple[str, ...]:
     """The addresses in the file: one host:port a line; # starts a comment.
 
-    Raises:
-      UserError: if it cannot be read, or has no address, a wrong one, or one of them twice.
+    Raises UserError if it cannot be read, or has no address, a wrong one, or one of them twice.
     """
     try:
         check_regular(file)

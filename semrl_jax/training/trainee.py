@@ -114,12 +114,9 @@ class Trainee:
         """One optimiser step on a `MiniBatch`, or what the loss takes; `trained` is donated.
 
         The token weights sum to 1 over the mini-batch, so how it is laid out changes nothing but
-        rounding.
-
-        Returns:
-          The model, unchanged if the loss or the gradient is not finite; scalars, among them
-          `grad_norm` and `update_skipped` (0 or 1) under the prefix and the layout's scalars; and
-          what the loss returns of the tokens, 0 at padding.
+        rounding. Returns the model, unchanged if the loss or the gradient is not finite; scalars,
+        among them `grad_norm` and `update_skipped` (0 or 1) under the prefix and the layout's
+        scalars; and what the loss returns of the tokens, 0 at padding.
         """
         inputs = self.loss.inputs(batch, plan)
         arguments = inputs.arrays, np.int32(inputs.num_micro), self.frozen

@@ -169,11 +169,8 @@ class RolloutClient(contextlib.AbstractContextManager):
     ) -> tuple[ReplicaDescription, ...]:
         """Waits until all replicas answer, and checks that they serve the trainer's model.
 
-        An empty tokenizer hash is not compared.
-
-        Raises:
-          UserError: a replica cannot be reached, refuses the token, or has another protocol major,
-            model, tokenizer or vocabulary.
+        An empty tokenizer hash is not compared. Raises UserError if a replica cannot be reached,
+        refuses the token, or has another protocol major, model, tokenizer or vocabulary.
         """
         self._expected = {
             "protocol_major": codec.PROTOCOL_MAJOR,

@@ -148,9 +148,8 @@ class VllmEngine(Engine):
     async def start(self) -> None:
         """Starts vLLM, installs the tap in its workers, and checks the rows.
 
-        Raises:
-          UserError: if vLLM cannot serve the model here.
-          EngineDeadError: if the hidden states of generated tokens differ from those of a prefill.
+        Raises UserError if vLLM cannot serve the model here; EngineDeadError if the hidden states
+        of generated tokens differ from those of a prefill.
         """
         from semrl_vllm.pool import RowPool
 

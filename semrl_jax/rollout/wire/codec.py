@@ -147,9 +147,8 @@ def decode_specs(
 ) -> tuple[TensorSpec, ...]:
     """The manifest of a weight update: messages, or records of a sender in this process.
 
-    Raises:
-      ValueError: tensors are missing, extra, repeated, or of another shape than `expected`, or
-        have an unknown dtype.
+    Raises ValueError if tensors are missing, extra, repeated, or of another shape than `expected`,
+    or have an unknown dtype.
     """
     if len(messages) > 2 * len(expected) + _SPARE_ENTRIES:  # if slightly more, name them
         raise ValueError(f"{len(messages)} tensors came; the replica's model has {len(expected)}.")
@@ -208,10 +207,9 @@ def encode_request(call: GenerateCall) -> pb.GenerateRequest:
 def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> GenerateCall:
     """Decodes a request and checks it against the replica's limits.
 
-    Raises:
-      LimitExceeded: there are more samples or longer prompts than the replica admits.
-      NotOffered: the replica lacks a layer, metric or kind of sampling.
-      ValueError: another part of the request is invalid.
+    Raises LimitExceeded if there are more samples or longer prompts than the replica admits;
+    NotOffered if the replica lacks a layer, metric or kind of sampling; ValueError if another part
+    of the request is invalid.
     """
     version = decode_version(message.version)
     metrics = None

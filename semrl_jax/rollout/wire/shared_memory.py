@@ -87,9 +87,8 @@ class OwnMemory:
 def open_memory(message: pb.SharedMemory, num_bytes: int = 1) -> UInt8[np.ndarray, " bytes"]:
     """The first bytes of a client's memory, read-only; mapped until the last view of them is gone.
 
-    Raises:
-      OSError: the client is not on this machine, is another user's, or has ended.
-      ValueError: the file is not such memory, or is smaller.
+    Raises OSError if the client is not on this machine, is another user's, or has ended; ValueError
+    if the file is not such memory, or is smaller.
     """
     if not re.fullmatch("[0-9a-f]{32}", message.name) or message.process <= 0 or message.file < 0:
         raise ValueError("the address of the memory is invalid")
