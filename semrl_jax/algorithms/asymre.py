@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxtyping import Array, Bool, Float
-
-from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import centred
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -32,13 +29,6 @@ class Options(Objective):
     baseline_shift: float = setting(-0.1, "added to the baseline")
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
-    def estimate(rewards, lengths):
-        return centred(rewards, lengths) - options.baseline_shift
-
-    return by_turn(estimate, rewards, response_mask)
+@each_turn
+def advantages(rewards, lengths, options):
+    return centred(rewards, lengths) - options.baseline_shift

@@ -10,22 +10,15 @@ Source: arXiv:2503.20783.
 
 from __future__ import annotations
 
-from jaxtyping import Array, Bool, Float
-
-from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import centred
 from semrl_jax.algorithms.objective import Objective as Options
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
-    return by_turn(centred, rewards, response_mask)
+@each_turn
+def advantages(rewards, lengths, options):
+    return centred(rewards, lengths)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxtyping import Array, Bool, Float
-
-from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import group_relative_advantages
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -28,15 +25,6 @@ class Options(Objective):
     epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
-    """See `group_relative_advantages`."""
-
-    def estimate(rewards, lengths):
-        return group_relative_advantages(rewards, epsilon=options.epsilon, lengths=lengths)
-
-    return by_turn(estimate, rewards, response_mask)
+@each_turn
+def advantages(rewards, lengths, options):
+    return group_relative_advantages(rewards, epsilon=options.epsilon, lengths=lengths)

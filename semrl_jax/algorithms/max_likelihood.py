@@ -11,26 +11,17 @@ Source: arXiv:2602.02710.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import centred, group_mean
 from semrl_jax.algorithms.objective import Objective as Options
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
-    def estimate(rewards, lengths):
-        mean, differences = group_mean(rewards, lengths), centred(rewards, lengths)
-        return jnp.where(mean > 0, differences / jnp.where(mean > 0, mean, 1.0), 0.0)
-
-    return by_turn(estimate, rewards, response_mask)
+@each_turn
+def advantages(rewards, lengths, options):
+    mean, differences = group_mean(rewards, lengths), centred(rewards, lengths)
+    return jnp.where(mean > 0, differences / jnp.where(mean > 0, mean, 1.0), 0.0)

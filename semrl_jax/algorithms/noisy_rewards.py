@@ -19,12 +19,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.algorithm import Needs, check_options
 from semrl_jax.algorithms.groups import by_size, centred, per_other
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -60,20 +59,13 @@ def needs(options: Options) -> Needs:
     return options.needs()._replace(groups=options.correction == "backward")
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
+@each_turn
+def advantages(rewards, lengths, options):
     fp, fn = options.false_positive_rate, options.false_negative_rate
-
-    def estimate(rewards, lengths):
-        accepted = (rewards > options.threshold).astype(jnp.float32)
-        if options.correction == "forward":
-            return accepted - 1 + fn
-        corrected = (accepted - fp) / (1 - fp - fn)
-        factor = by_size(lambda size: size * per_other(size), rewards, lengths)
-        return centred(corrected, lengths) * factor
-
-    return by_turn(estimate, rewards, response_mask)
+    accepted = (rewards > options.threshold).astype(jnp.float32)
+    if options.correction == "forward":
+        return accepted - 1 + fn
+    corrected = (accepted - fp) / (1 - fp - fn)
+    return centred(corrected, lengths) * by_size(
+        lambda size: size * per_other(size), rewards, lengths
+    )

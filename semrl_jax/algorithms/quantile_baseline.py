@@ -17,13 +17,11 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import by_size, centred, group_mean, per_other
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 from semrl_jax.algorithms.objective import group_needs as needs
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -40,26 +38,19 @@ class Options(Objective):
     epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
+@each_turn
+def advantages(rewards, lengths, options):
     def place(size):
         return max(math.ceil(options.quantile * size) - 1, 0)
 
-    def estimate(rewards, lengths):
-        present = rewards if lengths is None else jnp.where(lengths > 0, rewards, jnp.inf)
-        index = jnp.reshape(by_size(place, rewards, lengths), (-1, 1))
-        baseline = jnp.take_along_axis(jnp.sort(present, axis=1), index, axis=1)
-        differences = centred(rewards, lengths, baseline=baseline)
-        if options.normalise:
-            deviations = centred(rewards, lengths)
-            deviations -= group_mean(deviations, lengths)  # it differs from 0 by rounding
-            total = jnp.sum(deviations**2, axis=1, keepdims=True)
-            std = jnp.sqrt(total * by_size(per_other, rewards, lengths))
-            differences = differences / (std + options.epsilon)
-        return differences
-
-    return by_turn(estimate, rewards, response_mask)
+    present = rewards if lengths is None else jnp.where(lengths > 0, rewards, jnp.inf)
+    index = jnp.reshape(by_size(place, rewards, lengths), (-1, 1))
+    baseline = jnp.take_along_axis(jnp.sort(present, axis=1), index, axis=1)
+    differences = centred(rewards, lengths, baseline=baseline)
+    if options.normalise:
+        deviations = centred(rewards, lengths)
+        deviations -= group_mean(deviations, lengths)  # it differs from 0 by rounding
+        total = jnp.sum(deviations**2, axis=1, keepdims=True)
+        std = jnp.sqrt(total * by_size(per_other, rewards, lengths))
+        differences = differences / (std + options.epsilon)
+    return differences

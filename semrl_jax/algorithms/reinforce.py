@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 from semrl_jax.support.fields import setting
 
 __all__ = [
@@ -58,16 +58,6 @@ def next_state(
     }
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-    state: dict[str, Float[Array, ""]],
-) -> Float[Array, "B T"]:
-    baseline = state["rewards"] / jnp.maximum(state["weights"], 1.0)
-
-    def estimate(rewards, lengths):
-        return rewards.astype(jnp.float32) - baseline
-
-    return by_turn(estimate, rewards, response_mask)
+@each_turn
+def advantages(rewards, lengths, options, state):
+    return rewards.astype(jnp.float32) - state["rewards"] / jnp.maximum(state["weights"], 1.0)

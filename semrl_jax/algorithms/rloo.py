@@ -8,28 +8,19 @@ Source: arXiv:2402.14740.
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import by_size, centred, per_other
 from semrl_jax.algorithms.objective import Objective as Options
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
+@each_turn
+def advantages(rewards, lengths, options):
     def factor(size):
         return float(np.float32(size) * np.float32(per_other(size)))
 
-    def estimate(rewards, lengths):
-        return centred(rewards, lengths) * by_size(factor, rewards, lengths)
-
-    return by_turn(estimate, rewards, response_mask)
+    return centred(rewards, lengths) * by_size(factor, rewards, lengths)

@@ -13,11 +13,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.algorithm import Needs, check_options
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
-from semrl_jax.algorithms.turn_credit import by_turn
+from semrl_jax.algorithms.turn_credit import each_turn
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
@@ -41,14 +40,7 @@ def needs(options: Options) -> Needs:
     return options.needs()
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
-    def estimate(rewards, lengths):
-        positive = rewards > options.threshold
-        return jnp.where(positive, options.positive_weight, -options.negative_weight)
-
-    return by_turn(estimate, rewards, response_mask)
+@each_turn
+def advantages(rewards, lengths, options):
+    positive = rewards > options.threshold
+    return jnp.where(positive, options.positive_weight, -options.negative_weight)

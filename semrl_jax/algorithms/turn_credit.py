@@ -13,12 +13,15 @@ sum of later scores arXiv:2507.11948 (Kevin). Both discount; there is no discoun
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, is_last
 from semrl_jax.support.choices import CREDITS
 from semrl_jax.support.fields import setting
@@ -93,3 +96,22 @@ def by_turn(
     found = jax.vmap(estimate, in_axes=2, out_axes=2)(firsts.reshape(shape), lengths.reshape(shape))
     of_tokens = jnp.take_along_axis(found.reshape(num_rows, num_turns), number, axis=1)
     return jnp.where(response_mask, of_tokens, 0.0)
+
+
+def each_turn(estimate: Callable[..., Float[Array, "P G"]]) -> Callable[..., Float[Array, "B T"]]:
+    """Makes the `advantages` of an algorithm of an estimate from rewards, see `by_turn`.
+
+    It gets the options as its third argument, and the state if the algorithm has one.
+    """
+
+    def advantages(
+        rewards: Float[Array, "P G *tokens"],
+        passes: Passes,
+        response_mask: Bool[Array, "B T"],
+        options: Any,
+        **state: Any,
+    ) -> Float[Array, "B T"]:
+        own = functools.partial(estimate, options=options, **state)
+        return by_turn(own, rewards, response_mask)
+
+    return advantages

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+import mpmath
+
 from semrl_jax.rewards.grading.numbers import tolerance
 
 MAX_CHARS = 400
@@ -144,8 +146,6 @@ def equations_equal(a: tuple[str, str], b: tuple[str, str]) -> bool:
 
 def constant(text: str) -> Any:
     """The real value of a normalised expression without names; None if it has none."""
-    import mpmath
-
     tree = parse(text)
     if tree is None or {symbol.name for symbol in tree.free_symbols} - {EULER}:
         return None
@@ -161,8 +161,6 @@ def constant(text: str) -> Any:
 
 def as_fraction(x: Any) -> Fraction:
     """A value of `constant`, with all its digits."""
-    import mpmath
-
     return x if isinstance(x, Fraction) else Fraction(*mpmath.libmp.to_rational(x._mpf_))
 
 
@@ -179,8 +177,6 @@ def same_values(
     Values that agree to 25 digits of 1, but not of their own size, are computed again with more
     digits: the difference of two irrational numbers may be 0, or 1e-34.
     """
-    import mpmath
-
     names = {symbol.name for tree in trees for symbol in tree.free_symbols}
     is_complex = IMAGINARY in names or any(_has(tree, "ImaginaryUnit") for tree in trees)
     names -= {EULER, IMAGINARY}
@@ -241,8 +237,6 @@ def _undefined(tree: Any) -> list[Any]:
 
 
 def _is_real(x: Any) -> bool:
-    import mpmath
-
     return isinstance(x, Fraction) or abs(mpmath.im(x)) <= mpmath.mpf(10) ** -25 * (1 + abs(x))
 
 
@@ -253,8 +247,6 @@ def _near(a: Any, b: Any, rounding: Fraction, digits: int) -> bool | None:
     """
     if isinstance(a, Fraction) and isinstance(b, (Fraction, int)) and not rounding:
         return a == b
-    import mpmath
-
     a, b = inexact(a), inexact(b)
     distance, size = abs(a - b), max(abs(a), abs(b))
     if distance <= mpmath.mpf(10) ** -25 * size:
@@ -271,8 +263,6 @@ def value(tree: Any, point: Mapping[str, Any]) -> Any:
 
     Raises ArithmeticError if there is none, or a number is above the limits.
     """
-    import mpmath
-
     kind, arguments = type(tree).__name__, tree.args
     if tree.is_Symbol:
         if tree.name == EULER:
@@ -315,8 +305,6 @@ _FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 
 
 def _function(kind: str, values: list[Any]) -> Any:
-    import mpmath
-
     x = values[0]
     if kind == "factorial":
         if not isinstance(x, Fraction) or x.denominator != 1 or not 0 <= x <= MAX_FACTORIAL:
@@ -343,8 +331,6 @@ def _function(kind: str, values: list[Any]) -> Any:
 
 
 def _small(x: Any) -> Any:
-    import mpmath
-
     x = inexact(x)
     if x != 0 and mpmath.mag(x) > MAX_ARGUMENT:
         raise NoValueError("argument")
@@ -352,8 +338,6 @@ def _small(x: Any) -> Any:
 
 
 def inexact(x: Any) -> Any:
-    import mpmath
-
     if isinstance(x, Fraction):
         return mpmath.mpf(x.numerator) / x.denominator
     return mpmath.mpmathify(x) if isinstance(x, int) else x
@@ -361,8 +345,6 @@ def inexact(x: Any) -> Any:
 
 def _checked(x: Any) -> Any:
     """The number, if it is within the limits."""
-    import mpmath
-
     if isinstance(x, Fraction):
         if max(x.numerator.bit_length(), x.denominator.bit_length()) <= MAX_BITS:
             return x
@@ -393,8 +375,6 @@ def _both(a: Any, b: Any, operation: Callable[[Any, Any], Any]) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    import mpmath
-
     if base == 0:
         if isinstance(exponent, Fraction) and exponent > 0:
             return Fraction(0)

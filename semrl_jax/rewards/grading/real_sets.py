@@ -12,6 +12,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import mpmath
+
 from semrl_jax.rewards.grading import expressions, relations
 from semrl_jax.rewards.grading.splitting import at_top_level, bracketed, condition
 
@@ -68,8 +70,6 @@ def as_real_set(text: str) -> RealSet | None:
 
 def equal(a: RealSet, b: RealSet) -> bool | None:
     """Whether both have the same numbers; None if that cannot be told."""
-    import mpmath
-
     if a.name and b.name and a.name != b.name:
         return False
     with mpmath.workdps(expressions.DIGITS):
@@ -159,8 +159,6 @@ def _inequality(text: str) -> RealSet | None:
 
 def _where(tree: Any, name: str, target: Any) -> list[Any] | None:
     """The numbers at which ax + b, its size or its square has a value; None for other functions."""
-    import mpmath
-
     kind = type(tree).__name__
     if kind == "Abs" or (kind == "Pow" and tree.args[1] == 2):
         with mpmath.workdps(expressions.DIGITS):
@@ -184,8 +182,6 @@ def _sign(a: Any, b: Any) -> int:
 
     ValueError: one is not real.
     """
-    import mpmath
-
     if isinstance(a, (Fraction, int)) and isinstance(b, (Fraction, int)):
         return (a > b) - (a < b)
     a, b = expressions.inexact(a), expressions.inexact(b)
