@@ -232,10 +232,7 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
 
 
 def check_functions(algorithm: Algorithm, group_size: int) -> None:
-    """Traces the functions of an algorithm as the training loop calls them.
-
-    Raises UserError if one of them fails, or does not return what this module describes.
-    """
+    """Traces the functions as the training loop does; UserError if one is not as described."""
     module, options, needs = algorithm.module, algorithm.options, algorithm.needs
     field = "algorithms.name"
 

@@ -44,10 +44,7 @@ def group_relative_advantages(
 def zero_variance_group_fraction(
     rewards: Float[Array | np.ndarray, "P G"],
 ) -> Float[Array, ""] | np.floating:
-    """Share of groups whose rewards are all equal, so that every advantage is exactly 0.0.
-
-    NumPy rewards are compared on the host; 0.0 if there is no group.
-    """
+    """Share of groups whose rewards are all equal, so without an advantage; 0.0 without groups."""
     check_groups(rewards)
     equal = (rewards == rewards[:, :1]).all(axis=1)
     return equal.sum() / max(rewards.shape[0], 1)
@@ -56,10 +53,7 @@ def zero_variance_group_fraction(
 def broadcast_to_tokens(
     advantages: Float[Array, "*responses"], response_mask: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Gives every token of a response its advantage, in float32; 0.0 on masked-out tokens.
-
-    `advantages` are of B responses, [B] or [P, G].
-    """
+    """Gives every token the float32 advantage of its response ([B] or [P, G]); 0.0 if masked."""
     return jnp.where(response_mask, advantages.astype(jnp.float32).reshape(-1, 1), 0.0)
 
 

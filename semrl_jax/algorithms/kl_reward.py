@@ -63,10 +63,7 @@ def token_rewards(
     options: KLReward,
     state: dict[str, Float[Array, ""]] | None = None,
 ) -> Float[Array, "B T"]:
-    """The reward at the last token of each response, less coefficient * KL at every token.
-
-    Rewards [P, G, T] are at tokens already.
-    """
+    """The reward at the last token, or those of turns in place, less coefficient * KL per token."""
     mask = response_mask
     if rewards.ndim == 2:
         at_tokens = jnp.where(is_last(mask), rewards.astype(jnp.float32).reshape(-1, 1), 0.0)

@@ -28,10 +28,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class Link:
-    """A connection to another process, and the last state that was received from it.
-
-    A thread sends the messages, so that a stopped process that takes none does not block this one.
-    """
+    """A connection to another process, and the last state received from it; a thread sends."""
 
     def __init__(self, index: int, name: str, connection: multiprocessing.connection.Connection):
         self.index, self.name = index, name
@@ -128,10 +125,7 @@ def call(address: tuple[str, int], key: bytes, hello: dict[str, Any], timeout_s:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listens on the host if it is loopback, otherwise on all addresses.
-
-    SO_REUSEPORT is not set, so that a second job cannot share the port.
-    """
+    """Listens on the host if it is loopback, else on all addresses; a second job cannot share it."""
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -101,10 +101,7 @@ class Peers:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Sets the phase that the others name if this process is lost inside the block.
-
-        Between phases they name the one that it was in last.
-        """
+        """Sets the phase that the others name if this process is lost in the block or after it."""
         before = self._phase
         self._enter(name)
         try:
@@ -114,10 +111,7 @@ class Peers:
             self._enter(f"{AFTER}{name}" if is_outermost else before)
 
     def gather(self, phase: str, value: Any) -> list:
-        """The values of all processes, which JSON can hold; all must call it in the same order.
-
-        Raises RuntimeError if the processes are not in the same phase.
-        """
+        """The values of all processes, which JSON can hold; RuntimeError for different phases."""
         if self.count == 1:
             return [value]
         with self.phase(phase):
@@ -338,10 +332,7 @@ class Channel:
         return self._peers._gather(self._name, phase, value)
 
     def gather_bytes(self, phase: str, data: bytes) -> list[bytes]:
-        """The data of every process, by process, through process 0.
-
-        Collectives of two threads could begin in another order in each process.
-        """
+        """The data of every process, through process 0: the mesh is the main thread's."""
         size = MAX_GATHERED_BYTES // self.count
         parts: list[list[bytes]] = [[] for _ in range(self.count)]
         for start in range(0, max(self.gather(phase, len(data))), size):

@@ -85,10 +85,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Handles SIGTERM and SIGINT; a second SIGINT ends the process the usual way.
-
-        Another thread than the main one handles no signal.
-        """
+        """Handles SIGTERM and SIGINT in the main thread; a second SIGINT ends the process."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

@@ -79,11 +79,7 @@ class Environment(Protocol):
         """
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str | Sequence[Mapping[str, str]]:
-        """Begins an episode; returns the messages of the prompt, as in `Turn`.
-
-        Args:
-          seed: follows from the task, so that all responses of a group play the same game.
-        """
+        """Begins an episode; returns the prompt. The seed follows from the task, as for its group."""
 
     def step(self, message: str) -> Turn | tuple | Mapping[str, Any]:
         """Answers a whole message of the policy: the text of its tokens, without the end token."""
@@ -125,10 +121,7 @@ def load_environment(name: str) -> type[Environment]:
 
 
 def load_class(field: str, name: str, parts: Sequence[str]) -> type:
-    """The class "package.module:Class" of a user, which must have these methods.
-
-    Raises UserError, which names the field, if it cannot be imported or has not all of them.
-    """
+    """The class "package.module:Class" of a user; UserError unless it has these methods."""
     module_name, _, class_name = str(name).partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
@@ -200,10 +193,7 @@ def _turn(result: Any, max_chars: int) -> Turn:
 
 
 def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Message]:
-    """Messages as plain dicts, with at most `max_chars` characters; lone surrogates become "?".
-
-    Raises GarbageError for anything else than a text, or a sequence of roles and contents.
-    """
+    """Messages of `max_chars` characters at most, lone surrogates as "?"; GarbageError if wrong."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, collections.abc.Sequence) or isinstance(messages, bytes):
@@ -228,10 +218,7 @@ def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Mes
 
 
 def as_tasks(tasks: Any, count: int) -> list[dict[str, Any]]:
-    """The tasks as JSON keeps them, at most `count`; lone surrogates become "?".
-
-    Raises GarbageError if they are something else.
-    """
+    """At most `count` tasks as JSON keeps them, lone surrogates as "?"; GarbageError if wrong."""
     try:
         first = itertools.islice(tasks, count)  # a generator may never end
         text = json.dumps([dict(task) for task in first], ensure_ascii=False)

@@ -229,11 +229,7 @@ class EnvironmentPool:
         return self._threads.submit(function, *arguments)
 
     def connect(self) -> _Connection:
-        """A new process for an episode.
-
-        Raises UserError if the environment cannot be made; RuntimeError if the pool was closed, or
-        this process may open no more sockets.
-        """
+        """A new process for an episode; UserError or RuntimeError if there can be none."""
         while True:
             home = self._at_home()
             try:

@@ -109,10 +109,7 @@ def main() -> int:
 
 
 def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, dict[str, Any]]:
-    """Makes an environment; finds its tools, "weights" and "is_self_play", as far as it has them.
-
-    Raises UserError if the class cannot be imported or made, or tools or weights are wrong.
-    """
+    """Makes an environment; finds tools, "weights" and "is_self_play"; UserError if it is wrong."""
     pid = os.getpid()
     try:
         environment = load_environment(name)(**options)

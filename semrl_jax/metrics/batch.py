@@ -172,10 +172,7 @@ def dataset_metrics(
 
 
 def check_users_metrics(names: Sequence[str], width: int, **options) -> None:
-    """Traces each metric of a user as `hidden_state_metrics` does, with its `options`.
-
-    Raises UserError if it fails, or if a value is not a number.
-    """
+    """Traces each user's metric with these options; UserError if it fails or gives no number."""
     shapes = (2, 32, width), (2, 32)
     response = [jax.ShapeDtypeStruct(*spec) for spec in zip(shapes, (jnp.float32, jnp.bool_))]
     for name in names:

@@ -96,10 +96,7 @@ def encode(metrics: Metrics) -> dict[str, float]:
 
 
 def decode(scalars: Mapping[str, float]) -> dict[MetricKey, Measurement]:
-    """The inverse of `encode`, sorted by name.
-
-    A value without a validity, as the first release sent them, is valid where it is finite.
-    """
+    """The inverse of `encode`, sorted; a value without a validity, of old replicas, if finite."""
     return {
         MetricKey.parse(name): Measurement(
             scalars[name], bool(scalars.get(f"{name}{_VALID}", math.isfinite(scalars[name])))

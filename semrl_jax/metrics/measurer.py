@@ -146,10 +146,7 @@ class Measurer(contextlib.AbstractContextManager):
         return item.future
 
     def prepare(self, width: int, dtype: np.dtype, num_responses: int) -> None:
-        """Starts to compile, in its threads, what the first step will most likely need.
-
-        These are the programs for the longest responses, and for a batch of `num_responses`.
-        """
+        """Starts to compile, in its threads, what the longest responses and a batch will need."""
         self.submit(np.zeros((self._max_tokens, width), dtype))
         self.flush()
         self.submit_batch(np.zeros((num_responses, len(self.layers), width), np.float32))
@@ -161,10 +158,7 @@ class Measurer(contextlib.AbstractContextManager):
                 self._start(kind)
 
     def submit_batch(self, means: Float[np.ndarray, "B L D"] | None) -> Future[dict[str, float]]:
-        """Starts measuring the mean states of responses as one set.
-
-        The valid metrics by `MetricKey.dataset_label`; {} without a `dataset_stride` or states.
-        """
+        """Starts measuring mean states as one set: valid metrics by `MetricKey.dataset_label`."""
         with self._lock:
             self._check_open()
             return self._pool.submit(self._measure_batch, means)
@@ -307,10 +301,7 @@ def _cancel(group: list[_Waiting]) -> None:
 
 @functools.lru_cache(maxsize=MAX_COMPILED)
 def _compiled(function: Callable, **options: Hashable) -> Callable:
-    """The jitted function; all Measurers with the same options share its programs.
-
-    Options come from clients, so the number of programs is limited.
-    """
+    """The jitted function, one for equal options; a limited number, as these come from clients."""
     return compiled_once(jax.jit(functools.partial(function, **options)))
 
 

@@ -74,10 +74,7 @@ class Metric:
 
 @functools.cache
 def load_metric(path: str) -> Metric:
-    """Imports a metric by its name in METRICS, or by the dotted path of a user's module.
-
-    UserError: the module cannot be imported, or declares no metric.
-    """
+    """A metric by its name in METRICS, or by the path of a user's module; UserError if none."""
     metric = load_module("metrics.names", path, "semrl_jax.metrics.kinds", ("METRIC",)).METRIC
     if not isinstance(metric, Metric):
         raise UserError(f"metrics.names={path!r}: METRIC must be a semrl_jax.metrics.Metric.")

@@ -60,10 +60,7 @@ class SpectralSums(NamedTuple):
 
 @functools.cache
 def fitted_weights() -> Float[np.ndarray, "N 2"]:
-    """Weights of log(1 + x / s) for each shift, then of x, to get x^(1/2) and x^(1/2) log x^(1/2).
-
-    Least squares with points equally spaced in log x.
-    """
+    """Weights of log(1 + x / s) per shift, then of x, for sqrt(x) and sqrt(x) log sqrt(x)."""
     x = np.geomspace(SMALLEST, LARGEST, 1000)
     sigma = np.sqrt(x)
     terms = np.column_stack([np.log1p(x[:, None] / np.array(SHIFTS)), x])
@@ -165,10 +162,7 @@ def _of_prefixes(of_contrasts: Float[Array, "*B N"]) -> Float[Array, "*B T"]:
 
 
 def _largest_eigenvalue(gram: Float[Array, "N N"]) -> Float[Array, ""]:
-    """An estimate from below: by the power method, and the mean of all, weighted by their size.
-
-    The second one helps if the largest eigenvector is orthogonal to the start of the first.
-    """
+    """An estimate from below: by the power method, and the mean of all, weighted by their size."""
 
     def step(_, state):
         product = jnp.matmul(gram, state[0], precision=jax.lax.Precision.HIGHEST)

@@ -123,10 +123,7 @@ def singular_values(
     active: Bool[Array, ""],
     centred: Bool[Array, ""],
 ) -> Float[Array, " S"]:
-    """Descending singular values of the first rows; zeros where not active.
-
-    Decomposes the rows themselves, which takes about ten times as long as the eigenvalues.
-    """
+    """Descending singular values from the first rows themselves, slowly; zeros where not active."""
 
     def values(rows, num_rows, centred):
         valid = (jnp.arange(rows.shape[0]) < num_rows)[:, None]
@@ -151,10 +148,7 @@ class PrefixSpectra:
         *,
         centred: bool = True,
     ):
-        """Takes rows, zero behind the valid ones, and their Gram matrix.
-
-        Rows that are to be centred must come from `inputs.anchor`.
-        """
+        """Takes rows, zero after the valid ones, `anchor`ed if centred, and their Gram matrix."""
         self.states = states
         self._centred = centred
         self._gram = symmetric_product(states[: min(states.shape)]) if gram is None else gram

@@ -27,10 +27,7 @@ MAX_EXTRACTED_CHARS = 1_000_000
 
 
 def load_builtin(name: str, field: str = "rewards.function") -> tuple[ModuleType, bool]:
-    """Imports a module of `verifiers`, by default "math"; whether its `verify` takes the row.
-
-    UserError: there is no module of the name that `field` of the config has.
-    """
+    """The module of `verifiers` that `field` names, "" for math; whether `verify` takes the row."""
     module = load_module(field, name or "math", VERIFIERS, ("verify",))
     return module, "row" in inspect.signature(module.verify).parameters
 

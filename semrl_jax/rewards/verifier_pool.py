@@ -186,10 +186,7 @@ class VerifierPool:
         return any(self._started.result())
 
     def validate(self, response: str, reference: str, columns: str = "") -> Verdict:
-        """Runs one example, so that a run with a broken verifier stops before it starts.
-
-        Raises UserError if a verifier raises, returns no verdict, crashes or takes too long.
-        """
+        """Runs one example before a run starts; UserError if a verifier fails or takes too long."""
         verdict = self.submit(response, reference, columns).result()
         if verdict.error:
             name = "the built-in verifier"

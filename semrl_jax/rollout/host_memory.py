@@ -21,10 +21,7 @@ def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
 
 
 def total_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Bytes that this process could allocate with nothing else running; swap counts as memory.
-
-    The smaller of the machine's and of what each control group (a container) may use.
-    """
+    """Bytes, swap included, that the machine and each control group let this process allocate."""
     swap = _of_machine(root, "SwapTotal")
     found = [_of_machine(root, "MemTotal")]
     for folder, (limit, _, _) in _groups(root):

@@ -56,9 +56,7 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
 
 
 def _episode_scalars(scored: Scored) -> dict[str, float]:
-    """Turns, failures and seconds of responses with an environment, and what was measured of their
-    turns; {} if there is none.
-    """
+    """Scalars of the turns of responses with an environment; {} if there is none."""
     episodes = [item.rollout for item in scored if item.rollout.turn_rewards is not None]
     if not episodes:
         return {}

@@ -27,10 +27,7 @@ class Events:
         self._before = self._totals()
 
     def __call__(self) -> dict[str, float]:
-        """The events since the last call, summed over all processes, which call it together.
-
-        Counts per step, because totals would start again from 0 in a resumed run.
-        """
+        """The events since the last call, summed over all processes, which call it together."""
         totals = self._totals()
         own = {name: float(count - self._before.get(name, 0)) for name, count in totals.items()}
         self._before = totals

@@ -174,10 +174,7 @@ class MultiTurn:
     def _continued(
         self, playing: Sequence[_Played], over: Sequence[bool], turn: int
     ) -> Generator[Rollout, None, list[_Played]]:
-        """Goes on with the environment's answers; yields those that end, and returns the others.
-
-        `over`: whether the environment has ended each.
-        """
+        """Goes on with answers; yields episodes that end, also if `over`; returns the others."""
         going = []
         for one, is_over in zip(playing, over, strict=True):
             if is_over:

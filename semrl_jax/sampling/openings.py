@@ -22,10 +22,7 @@ COLUMN = "environment"  # of a prompt's row
 def chat_turns(
     tokenizer: Any, environments: EnvironmentPool, end_token_ids: Sequence[int] = ()
 ) -> ChatTurns:
-    """The turns of episodes, in which the policy calls tools as its chat template writes calls.
-
-    UserError: the tokenizer has no chat template, or it writes calls in an unknown form.
-    """
+    """The turns of episodes; UserError if the chat template writes no calls that are known."""
     tools: Sequence[Mapping[str, Any]] = ()
     if (schemas := environments.schemas) and getattr(tokenizer, "chat_template", None):
         tools = environments.speak(chat_template_text(tokenizer, schemas))
@@ -38,10 +35,7 @@ def training_tasks(
     environments: EnvironmentPool,
     report: Callable[[str], None],
 ) -> data.PromptDataset:
-    """Prompts of up to `data.num_prompts` tasks that are not held out.
-
-    UserError: the environment fails, or too few tasks are left.
-    """
+    """Prompts of up to `data.num_prompts` tasks that are not held out; UserError for too few."""
     count, least = config.data.num_prompts, config.data.prompts_per_step
     turns = chat_turns(tokenizer, environments)
     held_out = environments.openings(HELD_OUT_SEED, config.evaluation.num_problems)
@@ -77,10 +71,7 @@ def held_out_tasks(
     report: Callable[[str], None],
     name: str = "",
 ) -> Sequence[data.PromptExample]:
-    """The prompts of up to `count` tasks, the same for every seed of a run.
-
-    The benchmark is called `name`, or as the environment without its options.
-    """
+    """The prompts of up to `count` tasks, the same for every seed; `name` is the benchmark's."""
     turns = chat_turns(tokenizer, environments)
     openings = environments.openings(HELD_OUT_SEED, count)
     examples = _examples(openings, turns, name or environments.named.label)

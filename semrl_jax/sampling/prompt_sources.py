@@ -243,10 +243,7 @@ def check_prompts(
     vocab_size: int,
     report: Callable[[str], None],
 ) -> None:
-    """Reports the templates of prompts; raises UserError for a token that the model does not have.
-
-    `of` says what they are for: "training", "generation" or "evaluation".
-    """
+    """Reports the templates of prompts `of` a purpose; UserError for a token that is unknown."""
     section = "evaluation" if of == "evaluation" else "data"
     fields = f"{section}.template", "data.add_special_tokens"
     for template in dict.fromkeys(example.template for example in examples):
@@ -261,10 +258,7 @@ def check_prompts(
 
 
 def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
-    """Splits entries of `evaluation.files` into path and settings; `question_fields` may recur.
-
-    Raises UserError for a setting that is unknown, occurs twice or has a value out of range.
-    """
+    """Splits entries of `evaluation.files` into path and settings; UserError for wrong ones."""
     files = []
     for entry in entries:
         path, found = split_entry(

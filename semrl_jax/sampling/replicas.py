@@ -123,10 +123,7 @@ def is_embedded(config: ml_collections.ConfigDict) -> bool:
 
 
 def take_addresses(config: ml_collections.ConfigDict, peers: Processes | None = None) -> None:
-    """Sets `rollout.addresses` to the addresses of the file, if any; all processes call it.
-
-    UserError: an address is repeated, or the file cannot be used.
-    """
+    """Sets `rollout.addresses` from the file, if any, in all processes; none may occur twice."""
     rollout = config.rollout
     if rollout.addresses_file:
         found = on_first(
@@ -144,10 +141,7 @@ def check_addresses(addresses: Sequence[str], field: str = "rollout.addresses") 
 
 
 def read_addresses(file: str) -> tuple[str, ...]:
-    """The addresses in the file: one host:port a line; # starts a comment.
-
-    Raises UserError if it cannot be read, or has no address, a wrong one, or one of them twice.
-    """
+    """The addresses in the file, one host:port a line, # for comments; UserError for wrong ones."""
     try:
         check_regular(file)
         with open(file, "rb") as opened:
@@ -177,10 +171,7 @@ def _check_limits(
     num_problems: int = 0,
     num_processes: int = 1,
 ) -> None:
-    """Raises UserError if the replica would refuse a request of this run.
-
-    Each call has one process's share of a training step or of an evaluation.
-    """
+    """Raises UserError if the replica would refuse one process's share of a step or evaluation."""
     groups = -(-config.data.prompts_per_step // num_processes)
     num_prompts = max(groups * config.rollout.group_size, -(-num_problems // num_processes))
     fewer = "lower evaluation.num_problems, data.prompts_per_step or rollout.group_size"

@@ -57,10 +57,7 @@ def with_context(before: Rollout, token_ids: Int[np.ndarray, " n"]) -> Rollout:
 
 
 def cut(rollout: Rollout, count: int, reason: FinishReason) -> Rollout:
-    """The first `count` tokens of a response, which end it for this reason.
-
-    One that ends with the last of them for a reason of its own keeps it.
-    """
+    """The first `count` tokens, which end for this reason unless the last has one of its own."""
     if count == len(rollout.response_ids) and rollout.finish_reason != "length":
         return rollout
     kept = {name: getattr(rollout, name) for name in (*_PER_TOKEN, "response_mask")}

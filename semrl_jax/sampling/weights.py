@@ -120,10 +120,7 @@ class WeightSync:
         self._repeated(attempt, weights.step, failure)
 
     def _repeated(self, attempt: Callable[[Callable[[], None]], T], step: int, failure: str) -> T:
-        """What the first attempt that ends without a Retry returns.
-
-        Each gets a function that raises RuntimeError if another one failed and the time is over.
-        """
+        """What the first attempt without a Retry returns; each can check if the time is over."""
         timeout_s, reason = self.config.rollout.call_timeout_s, None
         deadline = time.monotonic() + timeout_s
 

@@ -140,10 +140,7 @@ class ShapingOptions:
 
 
 def tracked_indicators(indicators: Any, guidance: Any) -> tuple[str, ...]:
-    """Indicators that need a baseline: `indicators`, then the guidance if not among them.
-
-    Raises ValueError unless all are names and no two indicators are equal.
-    """
+    """The indicators, then the guidance if not among them; ValueError for wrong or equal names."""
     if isinstance(indicators, str) or not isinstance(indicators, Sequence):
         raise ValueError(
             f"shaping.indicators={indicators!r} must be a tuple of names, such as ({GUIDANCE!r},)."

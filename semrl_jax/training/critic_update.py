@@ -30,10 +30,7 @@ class ValueTargets(NamedTuple):
 def batch_values(
     params: Params, batch: RolloutBatch, *, model: ValueModel, plan: RowPlan
 ) -> Float[Array, "B T"]:
-    """The value before each response token, float32 on every device; 0 at padding.
-
-    The parameters are on the mesh of the plan, and the batch has NumPy arrays.
-    """
+    """The value before each response token, float32 on every device; 0 at padding."""
     layout = lay_out(batch, plan, model.decoder.attention_columns)
     found = row_values(params, plan.put(layout.rows), np.int32(layout.num_micro), model=model)
     return to_batch(found, layout.slots, sharding=replicated(plan.mesh))

@@ -88,10 +88,7 @@ def zeros_of(shapes: Any) -> Any:
 
 
 def split_rows(tree: Any, micro_batch_size: int) -> Any:
-    """[B, ...] leaves to [M, b, ...]; micro-batch m holds rows m, m + M, ...
-
-    Every device has rows of each micro-batch, so no row of a sharded array has to move.
-    """
+    """[B, ...] leaves to [M, b, ...]; rows m, m + M, ... of micro-batch m need not move."""
 
     def split(leaf):
         num_micro = leaf.shape[0] // micro_batch_size
@@ -102,10 +99,7 @@ def split_rows(tree: Any, micro_batch_size: int) -> Any:
 
 
 def _stacked_shapes(function: Callable[[Any], Any], inputs: Any) -> Any:
-    """The shapes [M, ...] of what a function gives for each micro-batch.
-
-    Without `jax.vmap`, which JAX does not have for the `ragged_dot` of experts.
-    """
+    """Shapes [M, ...] of results, without `jax.vmap`, which `ragged_dot` of experts lacks."""
     count = len(jax.tree.leaves(inputs)[0])
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype),

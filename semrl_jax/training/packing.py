@@ -97,10 +97,7 @@ class RowPlan:
         return NamedSharding(self.mesh, PartitionSpec(None, DATA_AXES))
 
     def put(self, tree: Any) -> Any:
-        """Host arrays [M, R, ...] as device arrays with their rows over the data axes.
-
-        All processes of a mesh hold the same host arrays, and each copies its own rows.
-        """
+        """Host arrays [M, R, ...], the same in all processes, with rows over the data axes."""
         return jax.tree.map(lambda leaf: from_host(leaf, self.sharding), tree)
 
 
@@ -133,10 +130,7 @@ class Layout:
     def responses(
         self, shards: Mapping[int, Float[np.ndarray, "M r U D"]]
     ) -> dict[int, Float[np.ndarray, "_ D"]]:
-        """Values of each response that lies in one of these data shards, by its index.
-
-        Every response must have a slot. The results are views: slots of a response are contiguous.
-        """
+        """Views of the values of each response, which has a slot, in these shards, by index."""
         _, num_rows, num_slots = self.rows.sources.shape
         rows_of_shard = num_rows // len(self.shard_tokens)
         found = {}
@@ -347,10 +341,7 @@ def _cheapest(
 def _filled_rows(
     sequences: Sequences, num_columns: int
 ) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " N"]]:
-    """Fills rows in the order of the sequences; a prompt is once in each row that needs it.
-
-    Returns the bundle of each sequence, and the row of each bundle.
-    """
+    """The bundle of each sequence and the row of each bundle; rows fill in the sequences' order."""
     bundle_of, row_of, row, free = [], [], -1, 0
     for same, prompt, response, _ in zip(*(column.tolist() for column in sequences)):
         if not same or response > free:
@@ -364,10 +355,7 @@ def _filled_rows(
 
 
 def _seen_in_blocks(sequences: Sequences, bundle_of: Int[np.ndarray, " B"], block: int) -> float:
-    """Pairs of columns in the blocks of which a query attends to a key, about.
-
-    A part of n columns that begins anywhere touches blocks of n + block columns on average.
-    """
+    """Pairs of columns in the blocks that attention computes, of n + block columns on average."""
     responses = sequences.responses + block
     prompts = sequences.prompts + block
     first_of_bundle = np.diff(bundle_of, prepend=-1) > 0
@@ -378,10 +366,7 @@ def _seen_in_blocks(sequences: Sequences, bundle_of: Int[np.ndarray, " B"], bloc
 def single_rows(
     lengths: Int[np.ndarray, " N"], most_rows: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " N"], int, int]:
-    """The row of each bundle, one per row, at most `most_rows` per shard and micro-batch.
-
-    Returns the rows, the number of micro-batches, and the rows per shard and micro-batch.
-    """
+    """The row of each bundle, one per row; the micro-batches; and their rows per shard."""
     shards = plan.num_shards
     fewest = -(-len(lengths) // (most_rows * shards))
     sizes = {n: -(-len(lengths) // (n * shards)) for n in range(fewest, 2 * fewest)}
@@ -403,9 +388,7 @@ def single_rows(
 def packed_rows(
     lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " B"], int]:
-    """The row of each bundle, several bundles per row and one row per shard; and the number of
-    micro-batches.
-    """
+    """The row of each bundle, several per row; and the number of micro-batches."""
     row_of = best_fit(lengths, num_columns)
     num_micro = -(-(max(row_of) + 1) // plan.num_shards)
     if plan.balance_lengths:
@@ -422,10 +405,7 @@ def deal(
     max_tokens: float | int = math.inf,
     max_sequences: float | int = math.inf,
 ) -> list[int] | None:
-    """Assigns sequences, longest first, to the bin with the fewest tokens; ties by index.
-
-    Returns the bin of each sequence; None if a sequence then fits into no bin.
-    """
+    """The bin of each sequence, dealt longest first to the emptiest; None if one does not fit."""
     bins = [(0, index) for index in range(num_bins)]  # a heap
     counts = [0] * num_bins
     found = [0] * len(lengths)

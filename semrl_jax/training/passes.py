@@ -16,10 +16,7 @@ NONE, PASS, UPDATE = "none", "pass", "update"
 
 
 class PassNeeds(NamedTuple):
-    """What a step needs of the policy's own pass before its update, or of the reference's.
-
-    `docs/extending.md` lists the places that a new field needs.
-    """
+    """What a step needs of passes before its update; docs/extending.md says what a field needs."""
 
     # The first three are of the policy before the update. If a step has one update, that gives the
     # log-probabilities after it, without a pass.

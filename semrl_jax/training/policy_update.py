@@ -31,10 +31,7 @@ from semrl_jax.types import RolloutBatch
 
 
 class TokenPass(NamedTuple):
-    """What a forward pass computes of B responses; 0 at padding.
-
-    Entropies and states are None unless asked for.
-    """
+    """What a forward pass computes of B responses; 0 at padding, None unless asked for."""
 
     logprobs: Float[Array, "B T"]  # of each token, float32 nats, on every device of the mesh
     # The entropy of the distribution each token was drawn from, float32 nats, on every device.
@@ -79,10 +76,7 @@ def batch_logprobs(
     with_states: bool = False,
     with_entropies: bool = False,
 ) -> TokenPass:
-    """Log-probabilities of all responses under `params`; states and entropies if asked for.
-
-    The parameters are on the mesh of the plan, and the batch has NumPy arrays.
-    """
+    """Log-probabilities of all responses under `params`; states and entropies if asked for."""
     layout = lay_out(batch, plan, policy.attention_columns)
     program = functools.partial(
         row_logprobs,

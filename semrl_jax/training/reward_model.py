@@ -31,10 +31,7 @@ def find_reward_model(
     tokenizer: Any,
     mesh: Mesh,
 ) -> ModelFiles | None:
-    """The model of a path; None if it is empty. The arguments are those of `find_value_model`.
-
-    Raises UserError as `find_value_model`, or if it is no classifier.
-    """
+    """The model of a path, "" for none, as `find_value_model`; UserError if it is no classifier."""
     if not path:
         return None
     found = find_value_model(field, path, config, policy, tokenizer, mesh)
@@ -67,10 +64,7 @@ class RewardModel:
         return cls(files.model, params, plan, function, bool(verifiers), **shared)
 
     def judged(self, scored: Scored, batch: RolloutBatch) -> Scored:
-        """The responses with the model's scores in their verdicts.
-
-        Raises RuntimeError if a score is not finite, or beyond the bound of rewards.
-        """
+        """The responses with the model's scores; RuntimeError if one is not within the bound."""
         with self.peers.phase("reward_model"), self.device_lock:
             scores = batch_scores(self.params, batch, model=self.model, plan=self.plan)
         good = np.abs(scores) <= MAX_SCORE  # NaN is not

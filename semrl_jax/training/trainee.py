@@ -73,10 +73,7 @@ NOTHING_FROZEN = Frozen()
 
 @runtime_checkable
 class Loss(Protocol):
-    """What a trainee minimises; hashable, because it is static under `jax.jit`.
-
-    The losses of `Learner.trainees` also have a `model`, with `shapes()` of the parameters.
-    """
+    """What a trainee minimises; hashable, as it is static. The learner's losses have a `model`."""
 
     def inputs(self, batch: Any, plan: RowPlan) -> Inputs:
         """A mini-batch as its loss takes it, on the devices of the plan."""

@@ -99,10 +99,7 @@ class Toolbox:
         return self.form.told(messages, self.schemas)
 
     def answers(self, response: str, max_chars: int) -> list[Answer]:
-        """Runs the tools that a response calls, one after the other; [] if it calls none.
-
-        `max_chars` are of all answers together. Each has an equal part.
-        """
+        """Runs the tools that a response calls, in turn; each answer has a part of `max_chars`."""
         calls = self.form.parse(response) if self.functions else []
         room = max_chars // max(1, len(calls)) - _AROUND_ANSWER
         return [call(self.functions, each, max(0, room)) for each in calls]

@@ -28,10 +28,7 @@ NEAR_ONE = 0.1  # orders this close to 1 take the form that keeps the digits the
 
 @functools.cache
 def metric_of_order(order: float | int) -> Metric:
-    """The metric of an order, for a module that logs it: `METRIC = metric_of_order(2)`.
-
-    ValueError: the order is not a number above 0.
-    """
+    """The metric of an order above 0, for a module that logs it: `METRIC = metric_of_order(2)`."""
     is_number = isinstance(order, numbers.Real) and not isinstance(order, bool)
     if not is_number or math.isnan(order) or order <= 0:
         raise ValueError(f"order={order!r} must be a number above 0, or infinity.")

@@ -241,10 +241,7 @@ def _is_real(x: Any) -> bool:
 
 
 def _near(a: Any, b: Any, rounding: Fraction, digits: int) -> bool | None:
-    """Whether two values are equal: exact ones exactly, others to 25 digits or less by `rounding`.
-
-    None if more digits are needed to tell.
-    """
+    """Whether two values are equal, to 25 digits or less by `rounding`; None: more digits tell."""
     if isinstance(a, Fraction) and isinstance(b, (Fraction, int)) and not rounding:
         return a == b
     a, b = inexact(a), inexact(b)
@@ -259,10 +256,7 @@ def _near(a: Any, b: Any, rounding: Fraction, digits: int) -> bool | None:
 
 
 def value(tree: Any, point: Mapping[str, Any]) -> Any:
-    """The value of a tree: a Fraction where that is exact, else an mpmath number.
-
-    Raises ArithmeticError if there is none, or a number is above the limits.
-    """
+    """The value of a tree: a Fraction or an mpmath number; ArithmeticError if none is in limits."""
     kind, arguments = type(tree).__name__, tree.args
     if tree.is_Symbol:
         if tree.name == EULER:

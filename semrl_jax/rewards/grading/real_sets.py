@@ -178,10 +178,7 @@ def _where(tree: Any, name: str, target: Any) -> list[Any] | None:
 
 
 def _sign(a: Any, b: Any) -> int:
-    """-1, 0 or 1: how a compares with b; numbers that agree to 25 digits are equal.
-
-    ValueError: one is not real.
-    """
+    """-1, 0 or 1: how a compares with b to 25 digits; ValueError if one is not real."""
     if isinstance(a, (Fraction, int)) and isinstance(b, (Fraction, int)):
         return (a > b) - (a < b)
     a, b = expressions.inexact(a), expressions.inexact(b)

@@ -26,10 +26,7 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
 
 
 def tagged_answer(response: str) -> str | None:
-    """The text of the answer if each tag stands once, in order; None otherwise.
-
-    A prompt often ends with `<think>`, so the first tag may be missing.
-    """
+    """The text of the answer if each tag stands once, in order; `<think>` may be in the prompt."""
     if not response.lstrip().startswith(TAGS[0]):
         response = TAGS[0] + response
     if any(response.count(tag) != 1 for tag in TAGS):

@@ -167,11 +167,7 @@ class RolloutClient(contextlib.AbstractContextManager):
     def connect(
         self, *, model_hash: str, tokenizer_hash: str, vocab_size: int
     ) -> tuple[ReplicaDescription, ...]:
-        """Waits until all replicas answer, and checks that they serve the trainer's model.
-
-        An empty tokenizer hash is not compared. Raises UserError if a replica cannot be reached,
-        refuses the token, or has another protocol major, model, tokenizer or vocabulary.
-        """
+        """Waits until all replicas answer; UserError unless each is reached and fits the trainer."""
         self._expected = {
             "protocol_major": codec.PROTOCOL_MAJOR,
             "model_hash": model_hash,
@@ -403,10 +399,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         return [replica for replica in self._replicas if replica in good]
 
     def _refusal(self, replica: Replica, error: Exception) -> str:
-        """Why a replica cannot be used now. Raises the error if it is for good.
-
-        With `find_addresses`, a wrong replica ends nothing.
-        """
+        """Why a replica cannot be used now; raises what is for good, without `find_addresses`."""
         is_rpc = isinstance(error, grpc.RpcError)
         if (fatal := fatal_error(replica, error) if is_rpc else error) is None:
             return describe_error(error)

@@ -122,10 +122,7 @@ class Responses(abc.ABC):
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Rollout | None]:
-        """Yields each response; None at a message that completes none.
-
-        Raises grpc.RpcError if the call fails, and ValueError if a response contradicts it.
-        """
+        """Yields each response, and None for other messages; raises grpc.RpcError or ValueError."""
 
     @abc.abstractmethod
     def cancel(self) -> None:

@@ -206,10 +206,7 @@ def extend_slots(
     *,
     policy: Policy,
 ) -> Slots:
-    """Adds tokens to the prompts of slots: the last `counts[b]` of a row; 0 leaves it as it is.
-
-    They are written to the response columns from `column` on.
-    """
+    """Adds the last `counts[b]` tokens of each row to its slot's prompt, from `column` on."""
     index = jnp.arange(token_ids.shape[1])[None] - (token_ids.shape[1] - counts)[:, None]
     positions = jnp.where(index >= 0, slots.num_prompt[:, None] + index, -1)
     final_states, layer_inputs, cache = policy.extend(

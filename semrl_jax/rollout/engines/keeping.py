@@ -48,10 +48,7 @@ from semrl_jax.types import SampleRequest
 
 
 class Piece(NamedTuple):
-    """Caches of responses that ended together, and the rows of their prompts.
-
-    The tokens of a response are in their order, from column 0.
-    """
+    """Caches of responses that ended together, in the order of tokens, and the rows of prompts."""
 
     prompts: KVCache
     cache: KVCache
@@ -93,10 +90,7 @@ def keep(
     columns: int,
     mesh: Mesh | None,
 ) -> Piece:
-    """Copies these rows and slots; indices beyond the end give empty ones.
-
-    Of each slot, the tokens at the positions from `starts` to before `ends` are copied.
-    """
+    """Copies rows, and positions `starts` to before `ends` of slots; empty beyond the last."""
 
     def taken(array, indices, empty=0):
         return jnp.take(array, indices, axis=0, mode="fill", fill_value=empty)

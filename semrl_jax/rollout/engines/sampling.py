@@ -26,10 +26,7 @@ class SamplingValues(NamedTuple):
 
 
 def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValues]:
-    """Splits the settings into the static kind and the values: float32 and int32 scalars.
-
-    A temperature that is 0 in float32 is greedy.
-    """
+    """The static kind and the values of the settings; temperature 0 in float32 is greedy."""
     values = SamplingValues(
         np.asarray(sampling.temperature, np.float32),
         np.asarray(sampling.top_k, np.int32),

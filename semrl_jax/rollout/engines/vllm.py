@@ -366,10 +366,7 @@ class VllmEngine(Engine):
     async def _last_output(
         self, request_id, prompt, seed, sampling, kinds, slot, tag
     ) -> tuple[Any, int | None]:
-        """The final output, and how many of its tokens stay if a stop string ended it, else None.
-
-        vLLM sees token ids only, so a request is aborted at a stop string.
-        """
+        """The final output; how many of its tokens stay if a stop string ended it, else None."""
         import vllm
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -600,10 +597,7 @@ def _pool_shape(
 
 
 def _check_heads(hf_config: Any, head_size: int) -> None:
-    """Refuses head sizes for which vLLM gives wrong results without an error.
-
-    vLLM's Qwen2 does not read head_dim; its updates then skip weights whose shape differs.
-    """
+    """Refuses head sizes that vLLM's Qwen2 would take for others without an error."""
     wanted = hf_config.hidden_size // hf_config.num_attention_heads
     if hf_config.model_type == "qwen2" and head_size != wanted:
         raise UserError(

@@ -23,11 +23,7 @@ _PREFIX = "semrl_rollout_"
 
 
 class _Collector:
-    """Reads the counts when they are asked for.
-
-    vLLM sets prometheus_client to count in files for several processes. That does not touch values
-    that are read here.
-    """
+    """Reads the counts when asked for, also where vLLM has prometheus_client count in files."""
 
     def __init__(self, counts: Counts, description: ReplicaDescription):
         self._counts = counts
@@ -68,10 +64,7 @@ class _Collector:
 
 
 class MetricsServer:
-    """Serves the counts at http://host:port/metrics in threads, until it is closed.
-
-    With PEM files it serves them with TLS. Raises UserError if the address cannot be bound.
-    """
+    """Serves the counts at /metrics in threads until it is closed; UserError if it cannot bind."""
 
     def __init__(
         self,

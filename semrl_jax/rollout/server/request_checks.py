@@ -137,10 +137,7 @@ def _serialize(reply: Message | bytes) -> bytes:
 
 
 def _check_deadline(remaining_s: float | None) -> None:
-    """Refuses a call without a deadline, or with one that is too far away.
-
-    gRPC keeps the call of a client that has stopped reading until its deadline.
-    """
+    """Refuses a call without a deadline or with a late one, until which gRPC would keep it."""
     if remaining_s is None:
         reason = "the call has no deadline; every call needs one"
     elif remaining_s > codec.MAX_CALL_S:

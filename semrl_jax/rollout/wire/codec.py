@@ -273,10 +273,7 @@ def num_bytes(rollout: Rollout) -> collections.Counter[str]:
 
 
 def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
-    """Yields the response, then its states in serialised chunks if they exceed one chunk.
-
-    Prompt ids and the replica's id are not sent: the client knows both.
-    """
+    """Yields the response, then its states in serialised chunks if they exceed one chunk."""
     # Fields are set in place: a constructor would copy an inner message.
     message = pb.GenerateResponse()
     response = message.response

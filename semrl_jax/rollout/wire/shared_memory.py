@@ -53,10 +53,7 @@ class OwnMemory:
         return pb.SharedMemory(process=os.getpid(), file=self._file, name=self._name)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the limits of this process (`ulimit -f`, `-v`) let `reserve` take so many bytes.
-
-        It uses no memory. Whether there is enough is another question.
-        """
+        """Whether the limits of this process (`ulimit -f`, `-v`) let `reserve` take these bytes."""
         if num_bytes <= len(self._bytes):
             return True
         try:

@@ -69,10 +69,7 @@ class Seen(NamedTuple):
         return self._replace(logprobs=logprobs, counted=np.asarray(trained))
 
     def with_metrics(self, metrics: Metrics) -> Seen:
-        """Adds metrics: [B] values and validities, or what NumPy makes arrays of.
-
-        Raises ValueError if a column has not one entry per response.
-        """
+        """Adds metrics, [B] values and validities; ValueError for another number of entries."""
         columns = {
             key: Measurement(np.asarray(value), np.asarray(valid, bool))
             for key, (value, valid) in metrics.items()
