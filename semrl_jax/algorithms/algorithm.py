@@ -2,33 +2,29 @@
 
 An algorithm is a module with these names:
 
-- `Options`: a frozen dataclass whose fields are settings of `config.algorithms`. Those that
-  `setting` declares become fields of `advantage` for an algorithm of this package
-  (`semrl_jax/settings/declared.py`), and of `options` for any other; see `Objective` for the fields
-  that all may share. `__post_init__` checks rules of several fields.
+- `Options`: a frozen dataclass whose fields are settings of `config.algorithms`: of `advantage` for
+  an algorithm of this package (`semrl_jax/settings/declared.py`), of `options` for any other; see
+  `Objective` for the fields that all may share. `__post_init__` checks rules of several fields.
 - `needs(options) -> Needs`: what has to be computed. Nothing else is computed or loaded.
 - `advantages(rewards, passes, response_mask, options)`: float32 [B, T], before shaping, 0.0 on
   masked-out tokens. `rewards` is [P, G]; with `Needs.turn_rewards`, [P, G, T].
 - `token_weights(response_mask, options)`: float32 [B, T] that sums to 1 over a mini-batch.
 - `loss(logprobs, entropy, *, old_logprobs, ref_logprobs, advantages, weights, options)`: the share
-  of a micro-batch in the loss of its mini-batch, and scalars to be summed like it. `policy/loss` is
-  one of the scalars. Arrays that the algorithm does not need are None. With
-  `Needs.sequence_ids` there is one more argument, `sequence_ids`; see `sum_over_sequences`.
+  of a micro-batch in the loss of its mini-batch, and scalars to be summed like it, `policy/loss`
+  among them. Arrays that the algorithm does not need are None. With `Needs.sequence_ids` there is
+  one more argument, `sequence_ids`; see `sum_over_sequences`.
 
 With `Needs.values`, which trains a critic, two more:
 
-- `returns(rewards, passes, response_mask, options)`: float32 [B, T], what the critic learns, from
-  the same rewards as the advantages.
-- `value_loss(values, *, old_values, returns, weights, options)`: as `loss`, for the critic;
-  `critic/loss` is one of the scalars.
+- `returns(rewards, passes, response_mask, options)`: float32 [B, T], what the critic learns.
+- `value_loss(values, *, old_values, returns, weights, options)`: as `loss`, for the critic, with
+  `critic/loss`.
 
-With `Needs.state`, which is kept from step to step and in checkpoints, two more:
+With `Needs.state`, which is kept from step to step and in checkpoints, two more. `advantages` and
+`returns` get the state before the step as one more argument, `state`:
 
-- `first_state(options)`: a dict of numbers or arrays, before the first step.
+- `first_state(options)`: a dict of numbers or arrays. Scalars are logged as `algorithm/<name>`.
 - `next_state(state, rewards, passes, response_mask, options)`: after a step, of the same shapes.
-  `rewards` is [P, G].
-  `advantages` and `returns` get the state before the step as one more argument, `state`. Scalars in
-  it are logged as `algorithm/<name>`.
 
 The functions are pure and run under `jax.jit`.
 """

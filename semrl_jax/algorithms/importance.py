@@ -41,27 +41,25 @@ def importance_weights(
       rollout_logprobs: nats, as the engine reported. It must have sampled from the whole
         vocabulary, without top-p or top-k.
       response_mask: True on tokens that count; elsewhere both arrays may hold anything.
-      level: one of IMPORTANCE_LEVELS. "token" has a small variance and leaves a bias, because it
-        takes the earlier tokens as the engine sampled them. "sequence" has no such bias, but the
-        weights of long responses vary widely.
+      level: one of IMPORTANCE_LEVELS. "token" has a small variance and a bias, because it takes the
+        earlier tokens as sampled; "sequence" has no bias, but weights that vary widely.
       outside: one of IMPORTANCE_OUTSIDE; "mask" with the two levels without a weight.
       floor, cap: bounds of the statistic.
 
     Returns:
       Float32 weights, 1.0 on masked-out tokens and where engine and policy agree; and the share of
       counted tokens outside the bounds. Neither has a gradient. A weight is NaN if a
-      log-probability that counts is not finite: the loss is then NaN, and the update is skipped
-      and counted.
+      log-probability that counts is not finite: the update is then skipped and counted.
 
     Raises:
       ValueError: for settings that `check_importance` refuses.
 
     Source: truncation by token: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training" (fengyao.notion.site/off-policy-rl), cap 2; masks by token: "IcePop",
-    arXiv:2510.18855, Sec. 2.3.2, with bounds such as 0.5 and 2; by sequence and geometric: verl
-    (`rollout_is`, `rollout_rs`), bounds such as 0.99 and 1.01; total variation: |p - q| of the
-    sampled token as in arXiv:2602.04879, here between engine and policy. As in verl, the log of
-    the ratio is kept within +-20. Masked tokens stay in the token mean and add 0.
+    arXiv:2510.18855, Sec. 2.3.2, such as 0.5 and 2; by sequence and geometric: verl (`rollout_is`,
+    `rollout_rs`), such as 0.99 and 1.01; total variation: |p - q| of the sampled token as in
+    arXiv:2602.04879, here between engine and policy. As in verl, the log of the ratio is kept
+    within +-20. Masked tokens stay in the token mean and add 0.
     """
     check_importance(level=level, outside=outside, floor=floor, cap=cap)
     old, rollout = (

@@ -36,10 +36,10 @@ def find_place(settings: Mapping[str, Any] | ConfigDict, environ: Mapping[str, s
     environment is not read. Otherwise it is read in the order Slurm, JobSet, TPU slice. If none of
     them has several processes, this is a single process.
 
-    The detection of `jax.distributed.initialize` (0.10.2) is not used. It reports neither address
-    nor number of processes before it connects, so `join` could not name a process that is missing:
-    JAX then aborts with a stack trace. It also counts the job's tasks in an interactive step of
-    Slurm, binds a Slurm task to one GPU, and needs a Kubernetes client with the right to read pods.
+    The detection of `jax.distributed.initialize` (0.10.2) reports neither address nor number of
+    processes before it connects, so `join` could not name a process that is missing. It also counts
+    the job's tasks in an interactive step of Slurm, binds a Slurm task to one GPU, and needs a
+    Kubernetes client with the right to read pods.
 
     Raises UserError if settings of config.distributed or variables contradict each other, or an
     address is missing.

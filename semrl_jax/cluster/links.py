@@ -125,7 +125,7 @@ def call(address: tuple[str, int], key: bytes, hello: dict[str, Any], timeout_s:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listens on the host if it is loopback, else on all addresses; a second job cannot share it."""
+    """Listens on the host if it is loopback, else on all addresses; no second job can share it."""
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -101,7 +101,7 @@ def rank_dynamics(
     window: str = "exact",
     method: str = "svd",
 ) -> RankDynamics:
-    """Computes the effective rank of a response, its velocity and its acceleration.
+    """Computes the effective rank of a response, its velocity and its acceleration (ER, ERV, ERA).
 
     Args:
       hidden_states, response_mask, method: as in `Metric.__call__`.
@@ -111,11 +111,8 @@ def rank_dynamics(
         ... below their number; none if there are fewer than 2 stride. "later": as "release" without
         the limit of 512 tokens, and the whole response as one more prefix.
 
-    Returns:
-      ER, ERV and ERA; ERV is 0.0 below two windows and ERA below three.
-
-    Raises:
-      ValueError: for a wrong rank, shape, dtype, stride, window or method.
+    ERV is 0.0 below two windows and ERA below three. Raises ValueError for a wrong rank, shape,
+    dtype, stride, window or method.
 
     Source: arXiv:2509.23808. The paper's window rule is not known here: "exact" is the rule of
     this project, "release" the rule of the reference implementation, and "later" the rule of its

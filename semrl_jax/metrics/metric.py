@@ -60,12 +60,8 @@ class Metric:
             matrix in float64, or from the rows where one is below 3e-5 of the largest. "gram": from
             a Gram matrix in float32, and again in float64 where that does not resolve them.
 
-        Returns:
-          A float32 scalar; 0.0 if a valid row is not finite. The metrics of this package are also
-          0.0 below `min_tokens`.
-
-        Raises:
-          ValueError: for a wrong rank, shape, dtype or method.
+        Returns a float32 scalar; 0.0 if a valid row is not finite, and for the metrics of this
+        package below `min_tokens`. Raises ValueError for a wrong rank, shape, dtype or method.
         """
         from semrl_jax.metrics.prefixes import whole_response  # loads JAX
 

@@ -1,15 +1,11 @@
 """A verifier in its own process: the pool runs `python -m semrl_jax.rewards.verifier_worker`.
 
-Its arguments are the parent's process id and the cores to use, such as 0,1 ("" for any). It reads
-and writes one JSON object per line on its standard input and output. Every request has an `id` that
-cannot be guessed, and its reply has the same `id`. The first request has the "settings" of each
-verifier and the "field" of the config that names them, and its reply is {"ready": true,
-"takes_row": [bool, ...]} or {"problem": text}. Every later request has "verifier" (an index),
-"response", "reference" and "columns" (the row of the prompt, a JSON object as text, or ""), and its
-reply has the fields of a `Verdict` without `parts`. For verifier code, standard input is empty, and
-prints go to standard error.
-
-The process is started, not forked: it has no lock, device or thread of the trainer.
+It reads and writes one JSON object per line, as `support.isolation` says. The first request has the
+"settings" of each verifier and the "field" of the config that names them, and its reply is
+{"ready": true, "takes_row": [bool, ...]} or {"problem": text}. Every later request has "verifier"
+(an index), "response", "reference" and "columns" (the row of the prompt, a JSON object as text, or
+""), and its reply has the fields of a `Verdict` without `parts`. For verifier code, standard input
+is empty, and prints go to standard error.
 """
 
 from __future__ import annotations

@@ -11,17 +11,12 @@ from semrl_jax.types import FINISH_REASONS, TURN_METRICS
 
 
 def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
-    """Statistics of the sampled responses and their rewards.
+    """Statistics of the sampled responses, in (group, sample) order, and of the update's rewards.
 
-    Args:
-      scored: B = P * G responses in (group, sample) order.
-      rewards: float32 rewards that the update uses, one row per group.
-
-    Returns:
-      `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
-      Statistics of correct (incorrect) responses are left out if there is none, and those of groups
-      if a group has one response. Invalid metrics are excluded; `metrics/<name>/valid_fraction` is
-      the share of valid ones.
+    `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
+    Those of correct or incorrect responses are left out if there is none, and those of groups if a
+    group has one response. Invalid metrics are excluded; `metrics/<name>/valid_fraction` is the
+    share of valid ones.
     """
     correct = np.array([item.verdict.correct for item in scored])
     lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)

@@ -74,17 +74,15 @@ def shape_advantages(
         invalid values may hold anything.
       response_mask: True on tokens that count.
       state: baselines before this batch.
-      **options: fields of `ShapingOptions`. target: "advantage" and "both" add the bonus here;
-        "reward" (see `reward_bonus`) and "none" leave the advantages unchanged and report a bonus
-        of zero; "none" needs no metrics.
+      **options: fields of `ShapingOptions`. target: "reward" (see `reward_bonus`) and "none" leave
+        the advantages unchanged and report a bonus of zero; "none" needs no metrics.
 
     Returns:
-      Float32 shaped advantages, 0.0 on masked-out tokens, without gradient; and a report of float32
-      scalars by log key. While there is no baseline (the first step),
-      `shaping/active` is 0.0 and nothing is shaped. A response that lacks a used indicator gets no
-      bonus. Means are over valid responses. The mean of a deviation is over those that have the
-      indicator, `shaping/bonus/mean` over all response tokens, and `shaping/clipped_fraction/mean`
-      over the tokens that may get a bonus.
+      Float32 shaped advantages, 0.0 on masked-out tokens, without gradient; and float32 scalars by
+      log key. Without a baseline (the first step), `shaping/active` is 0.0 and nothing is shaped. A
+      response that lacks a used indicator gets no bonus. Means are over valid responses, that of a
+      deviation over those with the indicator, `shaping/bonus/mean` over all response tokens, and
+      `shaping/clipped_fraction/mean` over the tokens that may get a bonus.
 
     Raises:
       ValueError: for options out of their range, shapes that differ, or a metric that is missing.

@@ -7,8 +7,8 @@ A direction is a module with these names:
 - `Options`: a frozen dataclass that checks itself. Its fields are settings of `config.optimizer`,
   or `adam_b1` and `adam_b2` of the section of the trained model.
 - `direction(options) -> optax.GradientTransformation`: what becomes of the clipped gradient before
-  weight decay is added and the learning rate multiplies. It is pure and runs under `jax.jit`. Its
-  state is made of trees like the parameters, and of scalars. It is float32 or smaller.
+  weight decay and learning rate. It is pure and runs under `jax.jit`. Its state is made of trees
+  like the parameters, and of scalars, of float32 or smaller.
 """
 
 from __future__ import annotations

@@ -42,12 +42,9 @@ def python_tool(
     It can read the standard library, the packages installed for this Python, such as sympy, and the
     system's libraries. It can also learn whether another file exists, and its size and times.
 
-    The same code gives the same answer: hashes and `random` have a fixed seed. Exceptions are code
-    that uses the time, addresses of objects, `os.urandom` or other generators seeded by the system,
-    or as much time as the limit.
-
-    What is not promised: protection against an error of the kernel, and against measuring the load
-    of the machine.
+    The same code gives the same answer, with fixed seeds of hashes and `random`, unless it uses the
+    time, addresses of objects, generators seeded by the system, or as much time as the limit. An
+    error of the kernel or a measurement of the machine's load is not prevented.
 
     Args:
       cpu_s: seconds of CPU time of a call. At the limit, the tool raises TimeoutError.

@@ -1,10 +1,8 @@
 """Forms of tool calls in text: Hermes and Qwen, Llama 3, and a JSON code block.
 
 A model's chat template has one of them, if any. It writes the tools into the system message, and
-the messages of role "tool" in the model's own form: Qwen's inside `<tool_response>` of a user's
-turn, Llama's as the turn of "ipython", in which a text stands in the quotes of JSON. For a template
-without one, or for another form than its own, `instructions` tells the policy what to write, and
-the answers are a user's message.
+the messages of role "tool" in the model's own form. For a template without one, or for another form
+than its own, `instructions` tells the policy what to write, and the answers are a user's message.
 
 A call that cannot be parsed is a `Call` with `error`. Its answer tells the policy why.
 """

@@ -11,8 +11,7 @@ A tool is one function. Its docstring describes every argument in Google style:
         '''
         return a + b
 
-The schema equals that of `transformers.utils.get_json_schema`, which would import torch where it is
-installed, and takes more than a second to import. This module imports neither, nor JAX.
+The schema is that of `transformers.utils.get_json_schema`, which is slow to import. No JAX here.
 """
 
 from __future__ import annotations

@@ -69,13 +69,12 @@ class RolloutClient(contextlib.AbstractContextManager):
       share_memory: replicas on this machine read the weights from memory of this process, which
         keeps one copy of them until `close`; all others receive them.
       check: raises UserError for the description of a replica that the caller cannot use.
-      find_addresses: asked before each sync of weights for the addresses from then on; it may raise
-        UserError. None: they stay the same.
+      find_addresses: asked before each sync of weights for the addresses; it may raise UserError.
       waits: fields of `Waits`.
 
     Raises:
-      UserError: an address is repeated or missing, an address other than loopback has no TLS, or
-        the token or `tls_ca` cannot be used.
+      UserError: an address is repeated or missing, one other than loopback has no TLS, or the token
+        or `tls_ca` cannot be used.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class RolloutClient(contextlib.AbstractContextManager):
     def connect(
         self, *, model_hash: str, tokenizer_hash: str, vocab_size: int
     ) -> tuple[ReplicaDescription, ...]:
-        """Waits until all replicas answer; UserError unless each is reached and fits the trainer."""
+        """Waits until all replicas answer; UserError unless each is reached and fits the run."""
         self._expected = {
             "protocol_major": codec.PROTOCOL_MAJOR,
             "model_hash": model_hash,

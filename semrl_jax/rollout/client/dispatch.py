@@ -76,9 +76,8 @@ class Dispatcher:
 
     Args:
       replicas: returns the present replicas; a sync within `resync` may change them.
-      restore: gives the weights of the call to one replica, which it sets aside if that fails. It
-        runs in a thread, during the other replicas' calls. It reads the weights while it holds the
-        lock, and ends soon after the event is set.
+      restore: gives the weights of the call to one replica, or sets it aside, in a thread during
+        the other replicas' calls. It holds the lock while it reads, and ends soon after the event.
       homes: by group, the number of the replica that keeps its caches; a call that keeps adds its
         groups. Only without `groups_per_call`.
     """

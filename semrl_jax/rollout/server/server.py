@@ -166,15 +166,11 @@ async def serve(
 def serve_until_signal(
     engine: Engine, *, announce: Callable[[str], None] = print, grace_s: float = 5.0, **settings
 ) -> None:
-    """Serves in this process until SIGTERM or SIGINT.
+    """Serves in this process until SIGTERM or SIGINT; `announce` takes a line with the address.
 
-    Args:
-      announce: takes one line with the address, once the server listens.
-      grace_s: how long running calls may continue after the signal.
-      settings: further arguments of `serve`, which closes the engine and may raise.
-
-    Raises:
-      EngineDeadError: the engine died; a supervisor should start the process again.
+    Running calls may continue for `grace_s` after the signal. `settings` are further arguments of
+    `serve`, which closes the engine and may raise. EngineDeadError: the engine died; a supervisor
+    should start the process again.
     """
 
     async def run() -> None:

@@ -1,13 +1,11 @@
 """Memory of a client that replicas on the same machine can read.
 
-It is an anonymous file (memfd). The size limit of /dev/shm does not apply to it, no other user can
-open it, and the kernel frees it when the last process that uses it has ended, killed or not. Its
-random name shows a replica that it has opened the file that the client means. The file cannot
-shrink, so reading it cannot end the replica.
+It is an anonymous file (memfd) without a size limit, which no other user can open, and which ends
+with the last process that uses it. Its random name shows a replica that it has opened the file that
+the client means. The file cannot shrink, so reading it cannot end the replica.
 
-Replicas do not hash what they read there, so the client must not change bytes that a replica may
-still read. It writes again only when all replicas have answered; otherwise it takes a new file
-(`renew`).
+Replicas do not hash what they read there: the client writes again only when all replicas have
+answered; otherwise it takes a new file (`renew`).
 """
 
 from __future__ import annotations
