@@ -25,23 +25,16 @@ def generalized_advantages(
         tokens may hold anything.
       response_mask: True on tokens that count; t + 1 is the next such token. After the last one, V
         and A are 0.
-      gamma: discount in [0, 1].
-      gae_lambda: weight of later differences in [0, 1].
+      gamma, gae_lambda: discount, and weight of later differences, in [0, 1].
       ends: where gamma and gae_lambda act, between this token and the next; elsewhere they are 1.
         None: at every token.
 
     Returns:
       Float32 advantages (not whitened) and returns, 0.0 on masked-out tokens, without gradient.
 
-    Raises:
-      ValueError: for gamma or gae_lambda outside [0, 1].
-
     Source: arXiv:1506.02438, Eq. 16. The reference implementation includes the critic's value at
     the first padding token, which biases lambda < 1.
     """
-    for field, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{field}={value} must lie in [0, 1].")
     rewards = jnp.where(response_mask, rewards.astype(jnp.float32), 0.0)
     values = jnp.where(response_mask, values.astype(jnp.float32), 0.0)
 

@@ -35,17 +35,12 @@ def value_loss(
       old_values: of the critic at the start of the update.
       returns: targets, unshaped.
       weights: as in `policy_loss`; tokens of weight 0 may hold anything in the other arrays.
-      clip: largest change of a value that can reduce the error; same unit as the values.
+      clip: largest change of a value that can reduce the error, above 0; same unit as the values.
 
     Returns:
       Float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens where the
       clipped error is larger) and `critic/predicted_value`, their mean.
-
-    Raises:
-      ValueError: if clip is not above 0.
     """
-    if clip <= 0:
-        raise ValueError(f"value clip={clip} must be above 0.")
     mask = weights > 0
     values, old_values, returns = (
         jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (values, old_values, returns)

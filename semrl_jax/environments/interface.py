@@ -79,7 +79,7 @@ class Environment(Protocol):
         """
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str | Sequence[Mapping[str, str]]:
-        """Begins an episode; returns the prompt. The seed follows from the task: a group shares it."""
+        """Begins an episode; returns the messages of the prompt. The seed follows from the task."""
 
     def step(self, message: str) -> Turn | tuple | Mapping[str, Any]:
         """Answers a whole message of the policy: the text of its tokens, without the end token."""

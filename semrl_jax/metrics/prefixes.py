@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.names import METHODS
-from semrl_jax.metrics.nested import SpectralSums, prefix_sums
+from semrl_jax.metrics.nested import prefix_sums
 from semrl_jax.metrics.spectrum import PrefixSpectra, symmetric_product, with_float64
 from semrl_jax.metrics.valid_rows import AnyArray, Rows, anchor, check_choice, compact
 from semrl_jax.metrics.windows import Windows, chunks
@@ -187,20 +187,9 @@ def _measure_long(
     states = anchor(rows._replace(states=rows.states.astype(jnp.float64)), sizes[0])
     gram = symmetric_product(states)
     sums = prefix_sums(gram, rows.num_tokens, states.shape[1], MAX_SHORT + 1)
-    return _of_sums(sums, rows, sizes[num_short:], value_metrics, series_metrics)
-
-
-def _of_sums(
-    sums: SpectralSums,
-    rows: Rows,
-    sizes: tuple[int, ...],
-    value_metrics: tuple[Metric, ...],
-    series_metrics: tuple[Metric, ...],
-) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
-    """The whole response and its windows of these sizes; whether the sums resolve the spectra."""
     scale = rows.scale.astype(sums.total.dtype)
     # The response itself is the last entry.
-    tokens = jnp.append(jnp.asarray(sizes, jnp.int32), rows.num_tokens)
+    tokens = jnp.append(jnp.asarray(sizes[num_short:], jnp.int32), rows.num_tokens)
     sums = jax.tree.map(lambda x: x[jnp.maximum(tokens - 1, 0)], sums)
     enough = sums.unresolved <= MAX_UNRESOLVED_SUM * sums.total
     enough &= sums.total > EPSILON / scale

@@ -87,9 +87,6 @@ class Scored(Sequence[ScoredRollout]):
         order = [(item.rollout.group_id, item.rollout.sample_index) for item in self]
         return self.take(sorted(range(len(self)), key=order.__getitem__))
 
-    def with_items(self, items: Sequence[ScoredRollout]) -> Scored:
-        return dataclasses.replace(self, items=items)
-
     def with_metrics(self, metrics: Metrics) -> Scored:
         """Adds columns."""
         return dataclasses.replace(self, metrics={**self.metrics, **metrics})

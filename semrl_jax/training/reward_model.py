@@ -80,7 +80,7 @@ class RewardModel:
         for item, score in zip(scored, scores, strict=True):
             verdict = with_model_score(item.verdict, score=float(score), **settings)
             items.append(dataclasses.replace(item, verdict=verdict))
-        return scored.with_items(items)
+        return dataclasses.replace(scored, items=items)
 
 
 def batch_scores(

@@ -119,7 +119,7 @@ def _choice(
 
 
 def _candidates(extracted: str, kind: str, boxed: bool) -> list[str]:
-    """The answer, without a box its first sentence; of a sentence or number, also its only number."""
+    """The answer, without a box its first sentence; of a sentence or number, the only number."""
     answer = extracted if boxed else first_sentence(extracted)
     if kind == "number" or _SENTENCE.match(answer):
         return [answer, only_number(answer) or answer]

@@ -407,13 +407,6 @@ _JITTED = (
 )  # fmt: skip
 
 
-def _limit_programs() -> None:
-    """Drops all compiled programs once there are too many: clients could fill the memory."""
-    if sum(function._cache_size() for function in _JITTED) > MAX_PROGRAMS:
-        for function in _JITTED:
-            function.clear_cache()
-
-
 def _key(request: SampleRequest) -> tuple[int, int]:
     """The random key of its noise."""
     return request.seed >> 32, request.seed & 0xFFFFFFFF
@@ -489,7 +482,10 @@ class DecodingCall:
         new_matcher: Callable[[], StopMatcher] | None = None,
         kept: Mapping[str, Kept] = MappingProxyType({}),
     ):
-        _limit_programs()
+        # Drops all compiled programs once there are too many: clients could fill the memory.
+        if sum(function._cache_size() for function in _JITTED) > MAX_PROGRAMS:
+            for function in _JITTED:
+                function.clear_cache()
         self._policy = policy
         self._params = params
         self._call = call

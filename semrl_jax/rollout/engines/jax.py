@@ -280,7 +280,7 @@ class _StagedWeights(Mapping[str, np.ndarray]):
             tensors = dict(layer)
             with self._one_at_a_time, self._device_lock:
                 placed = self._params.put(tensors)
-                is_unsound = np.asarray(_have_not_finite(placed))
+                is_unsound = np.asarray(_not_finite(placed))
                 self._params.wait()
             unsound += itertools.compress(tensors, is_unsound)
         self._buffers.clear()  # that nobody fills
@@ -302,6 +302,5 @@ class _StagedWeights(Mapping[str, np.ndarray]):
 
 
 @jax.jit
-def _have_not_finite(arrays: Sequence[Array]) -> Bool[Array, " N"]:
-    """Whether each array has values that are not finite."""
+def _not_finite(arrays: Sequence[Array]) -> Bool[Array, " N"]:
     return jnp.stack([~jnp.isfinite(array).all() for array in arrays])

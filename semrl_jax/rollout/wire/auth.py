@@ -36,17 +36,15 @@ def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
     return ((_HEADER, f"Bearer {token}"),)
 
 
-def _is_fit_to_print(record: logging.LogRecord) -> bool:
-    """Drops gRPC's message about a header that is not UTF-8: it quotes what may be a token."""
-    return not str(record.msg).startswith("Invalid encoding on")
-
-
 class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Ends every call without the token as UNAUTHENTICATED, before its request is read."""
 
     def __init__(self, token: str):
         self._expected = f"Bearer {check_token(token)}".encode()
-        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_fit_to_print)
+        # Drops gRPC's message about a header that is not UTF-8: it quotes what may be a token.
+        logging.getLogger("grpc._cython.cygrpc").addFilter(
+            lambda record: not str(record.msg).startswith("Invalid encoding on")
+        )
         # One handler for unary and streaming methods: they are the same on the wire.
         self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
 
