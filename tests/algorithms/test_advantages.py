@@ -17,13 +17,6 @@ group_relative = jax.jit(algorithms.group_relative_advantages)
 whiten = jax.jit(algorithms.whiten)
 
 
-def test_advantages_of_two_responses_by_hand():
-    # mean 1/2, sample deviation sqrt(1/2)
-    expected = [[np.sqrt(0.5), -np.sqrt(0.5)]]
-    # 2e-6: epsilon over the deviation.
-    np.testing.assert_allclose(group_relative(np.array([[1.0, 0.0]], np.float32)), expected, 2e-6)
-
-
 @given(seed=seeds)
 def test_group_relative_advantages_match_float64(seed):
     rng = np.random.default_rng(seed)
@@ -68,16 +61,6 @@ def _generalized(gamma, lam):
     )
 
 
-def test_generalized_advantages_by_hand():
-    # One reward of 1 at the end, values 0.5: deltas 0 and 0.5; lambda 1 carries the second back.
-    rewards, values = np.array([[0, 1]], np.float32), np.array([[0.5, 0.5]], np.float32)
-    advantages, returns = _generalized(1.0, 1.0)(rewards, values, np.ones((1, 2), bool))
-    np.testing.assert_array_equal(advantages, [[0.5, 0.5]])
-    np.testing.assert_array_equal(returns, [[1.0, 1.0]])
-    with pytest.raises(ValueError, match="gae_lambda=1"):
-        _generalized(1.0, 1.5)(rewards, values, np.ones((1, 2), bool))
-
-
 @given(seed=seeds, num_valid=st.integers(0, 12))
 def test_whitening_matches_float64(seed, num_valid):
     rng = np.random.default_rng(seed)
@@ -92,12 +75,6 @@ def test_whitening_equal_values_gives_zero():
     np.testing.assert_array_equal(
         whiten(np.full((3, 5), 0.1, np.float32), np.ones((3, 5), bool)), 0
     )
-
-
-def test_broadcast_reaches_valid_tokens_only():
-    mask = np.array([[True, False], [True, True]])
-    actual = jax.jit(algorithms.broadcast_to_tokens)(np.array([2.0, -1.0], np.float32), mask)
-    np.testing.assert_array_equal(actual, [[2, 0], [-1, -1]])
 
 
 def test_explained_variance_by_hand():

@@ -56,19 +56,6 @@ def weights_of(mask, aggregation="token_mean"):
     return algorithms.token_weights(jnp.asarray(mask), aggregation=aggregation, constant_length=5)
 
 
-def test_clipped_loss_by_hand():
-    # Ratios 1.5, 1.5, 0.5 with eps 0.2: the gain is capped at 1.2, the penalty is not,
-    # the loss of probability of a bad token is floored at 0.8.
-    ratios, advantages = (
-        np.array([[1.5, 1.5, 0.5]], np.float32),
-        np.array([[1, -1, -1]], np.float32),
-    )
-    zeros, weights = np.zeros((1, 3), np.float32), np.full((1, 3), 1 / 3, np.float32)
-    loss, share = clipped(np.log(ratios), zeros, advantages, weights)
-    np.testing.assert_allclose(loss, (-1.2 + 1.5 + 0.8) / 3, rtol=1e-6)
-    np.testing.assert_allclose(share, 2 / 3, rtol=1e-6)
-
-
 @given(seed=seeds, estimator=st.sampled_from(algorithms.KL_ESTIMATORS))
 def test_policy_loss_matches_float64_loops(seed, estimator):
     arrays, weights = inputs(seed), np.asarray(weights_of(MASK))
@@ -158,14 +145,6 @@ def test_far_apart_policies_stay_finite(gap):
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(result))
 
 
-def test_weighted_sum_ignores_tokens_of_weight_zero():
-    x = jnp.array([[2.0, jnp.nan, 3.0, jnp.inf]])
-    weights = jnp.array([[0.5, 0.0, 0.25, 0.0]])
-    assert jax.jit(algorithms.weighted_sum)(x, weights) == 1.75
-    gradient = jax.grad(algorithms.weighted_sum)(x, weights)
-    np.testing.assert_array_equal(gradient, weights)
-
-
 def test_kl_estimators_by_hand():
     x = jnp.array([0.5, -0.5, 0.0, -5.0])
     expected = {
@@ -207,14 +186,6 @@ def test_kl_coefficient_moves_towards_its_target(kl, factor):
         0.5, jnp.float32(kl), target=0.1, horizon=100, num_responses=10
     )
     np.testing.assert_allclose(actual, 0.5 * factor, rtol=1e-6)
-    with pytest.raises(ValueError, match="target=0"):
-        algorithms.update_kl_coefficient(
-            0.5, jnp.float32(kl), target=0.0, horizon=100, num_responses=10
-        )
-    with pytest.raises(ValueError, match="horizon=5"):
-        algorithms.update_kl_coefficient(
-            0.5, jnp.float32(kl), target=0.1, horizon=5, num_responses=10
-        )
 
 
 def test_no_reference_is_needed_without_kl():
@@ -262,8 +233,6 @@ def test_value_loss_by_hand_and_its_gradient():
     np.testing.assert_allclose(gradient, [[0.5, 0.0, 0.0]], rtol=1e-6)
     assert report["critic/clip_fraction"] == 0.5
     assert report["critic/predicted_value"] == 2.0
-    with pytest.raises(ValueError, match="clip=0"):
-        algorithms.value_loss(*map(jnp.asarray, (values, old, returns, weights)), clip=0.0)
 
 
 def test_losses_match_the_recorded_ones(golden):

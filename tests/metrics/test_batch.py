@@ -116,17 +116,6 @@ def test_a_response_is_the_same_alone_and_in_any_batch(batch):
         np.testing.assert_array_equal(together[key], reverse[key][::-1])
 
 
-@pytest.mark.slow
-def test_more_padding_changes_nothing(batch):
-    states, mask = batch
-    padded = np.pad(states, ((0, 0), (0, 9), (0, 0)), constant_values=np.nan)
-    padded_mask = np.pad(mask, ((0, 0), (0, 9)))
-    short = flat_metrics(states, mask, stride=STRIDE)
-    long = flat_metrics(padded, padded_mask, stride=STRIDE)
-    for key in short:
-        np.testing.assert_allclose(short[key], long[key], rtol=1e-5, atol=2e-5, err_msg=key)
-
-
 def test_a_non_finite_response_does_not_change_others(batch):
     states, mask = batch
     broken = states.copy()

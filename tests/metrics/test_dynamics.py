@@ -38,11 +38,6 @@ def expect(rows, stride, window):
     return oracle.effective_rank(rows), velocity or 0.0, acceleration or 0.0
 
 
-def test_orders_of_a_short_series_by_hand():
-    # m = 1, 3, 8: deltas 3 - 1 = 2 and 8 - 2 = 6; mean 4, rise 4.
-    np.testing.assert_allclose(orders_of([1, 3, 8]), [4.0, 4.0], rtol=1e-6)
-
-
 def test_orders_grow_as_derived():
     j = np.arange(1, 2001)
     for p in (1.0, 0.5):  # m = c j^p: ERV ~ c K^p p / (p + 1)^2, ERA ~ c K^(p - 1) p / (p + 1)
@@ -103,28 +98,3 @@ def test_every_window_is_in_one_chunk(num_windows):
     runs = chunks(num_windows, most=16)
     assert [i for start, stop in runs for i in range(start, stop)] == list(range(num_windows))
     assert len(runs) <= 16
-
-
-@pytest.mark.slow
-def test_an_outlier_row_does_not_change_the_prefixes_before_it():
-    states = np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32)
-    states[20] *= 1e4  # float32 centring on the mean of all would lose four digits
-    expected = expect(states, 4, "exact")
-    actual = dynamics()(states, np.ones(24, bool))
-    np.testing.assert_allclose(actual[1:3], expected[1:3], rtol=1e-4)
-    gram = dynamics(method="gram")(states, np.ones(24, bool))
-    # The whole response is one direction 1e4 long: the others lie below the floor of `gram`.
-    np.testing.assert_allclose(gram[1:3], expected[1:3], rtol=5e-2)
-
-
-@pytest.mark.slow
-def test_vmap_and_vmap_of_vmap_agree_with_one_response():
-    states = np.random.default_rng(0).normal(size=(2, 3, 26, 16)).astype(np.float32)
-    mask = np.arange(26) < np.array([[26, 9, 0], [1, 12, 20]])[..., None]
-    one = functools.partial(metrics.rank_dynamics, stride=4)
-    batched = jax.jit(jax.vmap(jax.vmap(one)))(states, mask)
-    for index in np.ndindex(2, 3):
-        alone = dynamics()(states[index], mask[index])
-        for a, b in zip(batched, alone):
-            # Products may round differently in a batch; 1e-5 is the accuracy of both.
-            np.testing.assert_allclose(a[index], b, rtol=1e-5, atol=2e-5)

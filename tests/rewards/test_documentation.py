@@ -55,24 +55,6 @@ def test_example_test_passes_and_can_fail(directory):
     assert subprocess.run(command, **options).returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        ("raise SystemExit", "exception"),
-        ("return bytearray(3 << 30)", "exception"),  # above the memory limit: MemoryError
-        ("return None", "invalid"),
-        ("return float('inf')", "invalid"),
-        ("return {'score': 1.0, 'reason': ''}", "invalid"),
-        ("time.sleep(60)", "timeout"),
-        ("os._exit(0)", "crash"),
-    ],
-)
-def test_table_of_failures(tmp_path, monkeypatch, body, kind):
-    module = f"failing_{abs(hash(body))}"
-    code = f"import os, time\ndef name(response, reference):\n    {body}\n"
-    (tmp_path / f"{module}.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with VerifierPool(num_workers=1, timeout_s=1.0, function=f"{module}:name") as pool:
-        verdict = pool.submit("1", "1").result(timeout=30)
-    assert (verdict.score, verdict.correct, verdict.error_kind) == (0.0, False, kind)
-    assert f"`{kind}`" in PAGE
+def test_the_page_names_every_kind_of_failure():
+    """Its table is that of test_pool.py."""
+    assert all(f"`{kind}`" in PAGE for kind in ("exception", "invalid", "timeout", "crash"))

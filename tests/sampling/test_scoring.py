@@ -24,6 +24,7 @@ from semrl_jax.support.clock import Clock
 from semrl_jax.types import TURN_METRICS, WeightVersion
 from tests.cases import slow_after
 from tests.fixtures import make_scored
+from tests.oracles import metrics as oracle
 from tests.sampling.parts import sampler_of
 
 RANK = MetricKey("effective_rank")
@@ -265,15 +266,8 @@ def test_a_batch_is_measured_as_one_set_of_mean_states():
 
 def rank_series_f64(rows, stride):
     """ER of all rows, and its velocity over prefixes."""
-
-    def rank(z):
-        sigma = np.linalg.svd(z - z.mean(axis=0), compute_uv=False)
-        p = sigma / sigma.sum()
-        return np.exp(-np.sum(p[p > 0] * np.log(p[p > 0])))
-
-    series = [rank(rows[:size]) for size in range(stride, len(rows) + 1, stride)]
-    deltas = [series[j] - np.mean(series[:j]) for j in range(1, len(series))]
-    return rank(rows), np.mean(deltas)
+    series = oracle.series(oracle.effective_rank, rows, stride, "exact")
+    return oracle.effective_rank(rows), oracle.orders(series)[0]
 
 
 @pytest.mark.slow

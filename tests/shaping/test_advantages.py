@@ -165,24 +165,6 @@ def test_only_used_orders_decide_on_validity():
         np.testing.assert_array_equal(np.asarray(phi) != 0, expected, err_msg=str(options))
 
 
-def test_foreign_guidance_has_a_baseline_of_its_own():
-    names = (ERV, ER)
-    options = {
-        "indicators": names,
-        "explore_weights": (0.0, 1.0),
-        "exploit_weights": (1.0, 0.0),
-        "guidance": "curvature",
-    }
-    assert shaping.init_shaping_state(names, guidance="curvature").baseline.shape == (3,)
-    metrics = METRICS | {"curvature": np.array([1.2, 1.5, 1.8, 0.9], np.float32)}
-    actual = by_name.reward_bonus(metrics, state_with((4.0, 20.0, 1.4)), **options)
-    expected = [
-        oracle.signal(row, (4.0, 20.0, 1.4), (0, 1), (1, 0), 2)
-        for row in zip(metrics[ERV], metrics[ER], metrics["curvature"])
-    ]
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
-
-
 def test_deviations_are_clipped_at_five():
     # Exploit weight on ERA itself: Phi = (1 - beta) tanh(5), beta = sigmoid(0.1 * 5).
     metrics = metrics_of([(1e6, 4.0, 20.0)])
@@ -249,6 +231,7 @@ def test_empty_rows_and_batches_stay_finite():
         ({"kappa": float("nan")}, "kappa=nan"),
         ({"eta": -1.0}, "eta=-1.0"),
         ({"gain": float("inf")}, "gain=inf"),
+        *(({"alpha": value}, f"alpha={value}") for value in (0.0, 1.5, -0.1, float("nan"))),
         ({"explore_weights": (0.0, 1.0)}, "has 2 weights"),
         ({"exploit_weights": (0.0, float("nan"), 1.0)}, "exploit_weights"),
         ({"explore_weights": (0.0,) * 3, "exploit_weights": (0.0,) * 3}, "all zero"),
@@ -281,25 +264,6 @@ def test_wrong_shapes_and_missing_metrics_are_refused():
         unchecked(np.ones((3, 5)), by_name.records(METRICS), MASK[:3], state_with())
     with pytest.raises(ValueError, match="response_mask"):
         unchecked(np.ones((4, 5)), by_name.records(METRICS), MASK[:, :3], state_with())
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"alpha": 0.0}, "alpha=0.0"),
-        ({"alpha": 1.5}, "alpha=1.5"),
-        ({"alpha": -0.1}, "alpha=-0.1"),
-        ({"alpha": float("nan")}, "alpha=nan"),
-    ],
-)
-def test_mistakes_in_the_baseline_options_are_refused(options, message):
-    for call in (
-        lambda: shaping.ShapingOptions(**options),
-        lambda: by_name.update_shaping_state(shaping.init_shaping_state(), METRICS, **options),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

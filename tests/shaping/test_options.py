@@ -140,8 +140,14 @@ def test_any_options_match_float64_loops(seed, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, ENTROPY, {"mixing": "sum"}, {"mixing": "half", "reproduce_release": True}],
-    ids=["launcher", "configuration file", "sum", "half"],
+    [
+        {},
+        ENTROPY,
+        {"mixing": "sum"},
+        {"mixing": "half", "reproduce_release": True},
+        {"guidance": "curvature"},
+    ],
+    ids=["launcher", "configuration file", "sum", "half", "foreign guidance"],
 )
 def test_settings_match_float64_loops(options):
     assert_matches_oracle(0, DEFAULTS | options)
@@ -197,24 +203,6 @@ def test_jit_and_vmap_give_the_same(options):
                 actual,
                 expected,
             )
-
-
-def test_whole_steps_run_inside_one_compiled_loop():
-    batches = make_batches(3, shaping.INDICATORS)
-    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *[b["metrics"] for b in batches])
-    advantages = jnp.stack([batch["advantages"] for batch in batches])
-
-    @jax.jit
-    def run(state):
-        def step(state, batch):
-            shaped, _ = by_name.shape_advantages(batch[0], batch[1], jnp.asarray(MASK), state)
-            return by_name.update_shaping_state(state, batch[1]), shaped
-
-        return jax.lax.scan(step, state, (advantages, stacked))[1]
-
-    expected = [shaped for shaped, _, _ in steps(batches, DEFAULTS)]
-    actual = run(shaping.init_shaping_state())
-    np.testing.assert_allclose(actual, np.stack(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", CHOICES["scale"])

@@ -3,12 +3,10 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from semrl_jax.algorithms import importance_weights
 from semrl_jax.analysis import study_sources
 from semrl_jax.metrics import MetricKey
 from semrl_jax.rollout.engines import decoding
@@ -135,17 +133,6 @@ def test_shaping_takes_the_tokens_of_the_policy(release):
     assert report.keys() == same_report.keys()
     for name, value in report.items():  # sums over tokens in another order
         np.testing.assert_allclose(value, same_report[name], rtol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_are_of_the_tokens_of_the_policy(level):
-    random = np.random.default_rng(1)
-    old, rollout = np.where(MASK, random.normal(size=(2, *MASK.shape)), np.nan).astype(np.float32)
-    arrays = map(jnp.asarray, (old, rollout, MASK))
-    weights, share = importance_weights(*arrays, level=level, cap=2.0)
-    expected, expected_share = oracle.importance_weights(old, rollout, MASK, level, 2.0)
-    np.testing.assert_allclose(weights, expected, rtol=1e-5)
-    np.testing.assert_allclose(share, expected_share, rtol=1e-6)
 
 
 def test_token_indicators_are_means_over_the_tokens_of_the_policy():

@@ -269,6 +269,7 @@ def test_tools_are_told_and_called(form):
     tools = Toolbox([add])
     tools.form = choose_format(None, form)
     system, user = tools.told([{"role": "user", "content": "What is 1 + 2?"}])
+    assert json.dumps(schemas([add])[0]) in system["content"]
     written = tools.form.example.replace("NAME", "add")
     assert written.replace("add", "NAME") in system["content"]
     assert (system["role"], user["content"]) == ("system", "What is 1 + 2?")
@@ -311,14 +312,3 @@ def test_answers_of_one_response_share_the_limit():
 
 def written_add():
     return '```json\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n```'
-
-
-@pytest.mark.parametrize("name", ["hermes", "llama3", "json"])
-def test_instructions_show_the_schemas_and_a_call_that_is_parsed(name):
-    form = choose_format(None, name)
-    text = form.instructions(schemas([add]))
-    assert json.dumps(schemas([add])[0]) in text
-    written = form.example.replace("NAME", "add").replace('{"ARGUMENT": VALUE}', '{"a": 1, "b": 2}')
-    assert form.parse(written) == [ADD]
-    assert form.example in text
-    assert form.instructions([]) == ""

@@ -87,25 +87,6 @@ def test_wrong_answers_are_wrong_in_both_directions():
     assert [p for p in PAIRS if not p.correct and equal(p.reference, p.answer)] == []
 
 
-# The release calls these wrong. With a percent sign, 10 % is 0.1, and 1e3 is a number.
-DISAGREEMENTS = {
-    (r"\boxed{10\%}", r"10\%"): "the release removes the sign from the answer only",
-    (r"\boxed{10\%}", "0.1"): "a percentage is also a proportion",
-    (r"\boxed{1e3}", "1000"): "the release reads e as Euler's number",
-}
-
-
-def test_recorded_verdicts(golden):
-    found = set()
-    for line in (golden / "rewards.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        verdict = benchmark.verify(row["response"], row["answer"], SETTINGS, {})
-        if verdict.correct != row["correct"]:
-            assert verdict.correct
-            found.add((row["response"], row["answer"]))
-    assert found == DISAGREEMENTS.keys()
-
-
 @given(
     top=st.integers(1, 10**7), bottom=st.integers(3, 10**4), places=st.integers(0, 12),
     step=st.integers(-3, 3), sign=st.sampled_from(["", "-"]),

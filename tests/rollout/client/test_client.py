@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from semrl_jax.rollout.client import RolloutClient, remote
-from semrl_jax.rollout.client.dispatch import split_by_group
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
@@ -331,16 +330,6 @@ def test_a_replica_that_takes_no_bytes_does_not_hold_up_the_others(world, settin
     server.stop(0).wait()
 
 
-def test_groups_are_dealt_out_whole_and_in_order():
-    requests = make_requests(5, 2)
-    parts = split_by_group(requests, 2)
-    assert [[r.sample_id for r in part] for part in parts] == [
-        ["0/0", "0/1", "2/0", "2/1", "4/0", "4/1"],
-        ["1/0", "1/1", "3/0", "3/1"],
-    ]
-    assert split_by_group(requests, 2) == parts
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_every_response_once(world, num_replicas, backwards):
@@ -368,30 +357,6 @@ def test_responses_arrive_as_they_finish(world):
     next(rollouts)
     assert time.monotonic() - started < 2.0  # all eight take longer
     rollouts.close()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_large_states_arrive_bit_for_bit(world, dtype):
-    client = world.client(world.replica(hidden_size=3584))
-    version = sync(client)
-    requests = [dataclasses.replace(r, seed=399) for r in make_requests(3, 1)]  # 2.9 or 5.7 MB
-    sampling, states = SamplingParams(400), HiddenStateParams((-1,), dtype)
-    rollouts = list(client.generate(requests, sampling, states, version=version))
-    assert rollouts[0].hidden_states.nbytes > 2 * codec.CHUNK_BYTES
-    assert_complete(rollouts, requests, sampling, states, version=version, hidden_size=3584)
-
-
-def test_two_calls_at_once(world):
-    client = world.client(world.replica(FakeScript(delay_s=0.01)))
-    version = sync(client)
-    sampling = SamplingParams(16)
-
-    def generate(seed):
-        requests = make_requests(first_seed=seed)
-        assert_sampled(client, requests, sampling, version=version)
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(generate, [0, 100]))
 
 
 def test_update_during_generation_waits_its_turn(connected):
@@ -591,24 +556,14 @@ def test_no_requests(world):
     assert list(client.generate([], SamplingParams(4), version=sync(client))) == []
 
 
-LIES = {
-    "token outside the vocabulary": lambda r: r.token_ids.__setitem__(0, 101),
-    "not a number": lambda r: setattr(r, "logprobs", b"\xff" * len(r.logprobs)),
-    "another sample": lambda r: setattr(r, "sample_id", "stranger"),
-    "another version": lambda r: setattr(r.versions[0].version, "digest", "f" * 64),
-    "states missing": lambda r: r.ClearField("hidden_states"),
-}
-
-
-@pytest.mark.parametrize("name", LIES)
-def test_inconsistent_reply_names_the_replica(world, monkeypatch, name):
+def test_inconsistent_reply_names_the_replica(world, monkeypatch):
     original = codec.encode_rollout
 
     def lying(rollout):
         for message in original(rollout):
             message = pb.GenerateResponse.FromString(message.SerializeToString())
             if message.response.sample_id == "3/1":
-                LIES[name](message.response)
+                message.response.token_ids[0] = 101
             yield message
 
     replica = world.replica()

@@ -16,7 +16,7 @@ from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import HiddenStateParams, SamplingParams
+from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
 from tests.rollout.conftest import TOKEN, assert_sampled, make_arrays, make_requests, wait_until
 from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
@@ -127,10 +127,11 @@ def test_updates_are_timed_and_calls_wait_for_them(world, counted):
 
     update = stub.UpdateWeights.future(late(), **options)
     wait_until(lambda: not replica._server._service._gate.is_set())
-    call = stub.Generate(generate_message(sync_version()), **options)
+    other = WeightVersion("run", "attempt", 5, "0" * 64)
+    call = stub.Generate(generate_message(other), **options)
     wait_until(lambda: metrics()["waiting_calls"] == 1)
     update.result()
-    with pytest.raises(grpc.RpcError):  # of another version
+    with pytest.raises(grpc.RpcError):
         list(call)
     found = metrics()
     assert (found["weight_updates_total", "committed"], found["waiting_calls"]) == (1, 0)
@@ -150,12 +151,6 @@ def test_updates_are_timed_and_calls_wait_for_them(world, counted):
     assert metrics()["weight_updates_total", "failed"] == 2
     # Nothing waited for an update that never came to its commit.
     assert metrics()["weight_pause_seconds_total"] == again["weight_pause_seconds_total"]
-
-
-def sync_version():
-    from semrl_jax.types import WeightVersion
-
-    return WeightVersion("run", "attempt", 5, "0" * 64)
 
 
 def test_port_of_metrics_is_freed_and_a_taken_one_is_named(counted):

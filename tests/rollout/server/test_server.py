@@ -204,29 +204,6 @@ def test_loopback(host, expected):
     assert is_loopback(host) is expected
 
 
-def test_tls_round_trip(world, start_process, certificate):
-    _, address = start_process(**certificate)
-    client = world.client(address, tls_ca=certificate["tls_certificate"])
-    version = client.sync_weights(FAKE_SPECS, make_arrays, step=0)
-    requests, sampling = make_requests(), SamplingParams(16)
-    assert_sampled(client, requests, sampling, version=version)
-
-
-def test_tls_demands_the_right_authority(world, start_process, certificate, other_authority):
-    _, address = start_process(**certificate)
-    plain = world.client(address, connect=False, connect_timeout_s=0.5)
-    with pytest.raises(UserError, match=r"be reached within 0\.5 s.*tls_ca_file"):
-        plain.connect(**FAKE)
-    wrong = world.client(
-        address,
-        connect=False,
-        connect_timeout_s=1.0,
-        tls_ca=other_authority["tls_certificate"],
-    )
-    with pytest.raises(UserError, match=r"within 1 s .*of the authority in rollout.tls_ca_file"):
-        wrong.connect(**FAKE)
-
-
 def test_token_never_leaves_the_machine_in_the_clear(world):
     with pytest.raises(UserError, match=r"not loopback.*tls_ca"):
         world.client("192.0.2.1:1234", connect=False)

@@ -224,37 +224,6 @@ def test_only_the_served_version_is_sampled(world):
     assert len(list(stub.Generate(generate_message(version), **options))) == 8
 
 
-def test_update_reaches_the_engine_and_describe(world):
-    replica = world.replica()
-    stub, options = world.stub(replica)
-    assert not stub.Describe(pb.DescribeRequest(), **options).HasField("version")
-    arrays = make_arrays(3.0)
-    version = sync(stub, options, arrays=arrays, step=7)
-    assert (version.run_id, version.attempt_id, version.step) == ("run", "attempt", 7)
-    for spec, array in zip(FAKE_SPECS, arrays):
-        np.testing.assert_array_equal(replica.engine.weights[spec.name], array)
-    reply = stub.Describe(pb.DescribeRequest(), **options)
-    assert codec.decode_version(reply.version) == version
-
-
-def test_lower_step_of_another_attempt_is_legal(world):
-    stub, options = world.stub(world.replica())
-    sync(stub, options, step=7)
-    messages = update_messages(step=2)
-    messages[0].begin.attempt_id = "second"
-    reply = stub.UpdateWeights(iter(messages), **options)
-    assert (reply.version.attempt_id, reply.version.step) == ("second", 2)
-
-
-def test_second_run_is_refused(world):
-    replica, stub, options, version = synced(world)
-    code, details = refusal(stub.UpdateWeights, iter(update_messages(run_id="two")), **options)
-    assert code == CODES.PERMISSION_DENIED
-    assert "'run'" in details and "'two'" in details
-    assert replica.engine.num_staged == 1
-    assert len(list(stub.Generate(generate_message(version), **options))) == 8
-
-
 def flip(messages, index=1):
     data = bytearray(messages[index].chunk.data)
     data[-1] ^= 1
@@ -282,6 +251,11 @@ BAD_UPDATES = {
         lambda m: m[0].begin.tensors.add(name="x", dtype="float32"),
         CODES.INVALID_ARGUMENT,
         "not of this model: x",
+    ),
+    "repeated in the manifest": (
+        lambda m: m[0].begin.tensors.append(m[0].begin.tensors[0]),
+        CODES.INVALID_ARGUMENT,
+        "repeated: embed.weight",
     ),
     "misshapen": (
         lambda m: m[0].begin.tensors[0].shape.append(1),
@@ -428,15 +402,6 @@ def test_commit_once_begun_is_completed_for_a_caller_that_left(world):
     assert sync(stub, options, step=1).step == 1
 
 
-def test_engine_stops_when_the_client_disconnects(world):
-    replica, stub, options, version = synced(world, FakeScript(delay_s=0.02))
-    call = stub.Generate(generate_message(version, make_requests(50)), **options)
-    next(call)
-    call.cancel()
-    wait_until(lambda: replica.engine.num_closed == 1)
-    assert replica.engine.num_yielded < 20
-
-
 def test_slow_reader_holds_the_engine_back(world):
     replica, stub, options, version = synced(world, hidden_size=65_536)
     requests = [dataclasses.replace(r, seed=63) for r in make_requests(32, 1)]  # 8 MB each
@@ -448,14 +413,6 @@ def test_slow_reader_holds_the_engine_back(world):
     assert replica.engine.num_yielded <= 4  # one is being sent, the channel's window holds others
     messages = 1 + sum(1 for _ in call)
     assert messages == 32 * (1 + 8)
-
-
-def test_engine_failure_is_one_line_and_the_server_goes_on(world):
-    replica, stub, options, version = synced(world, FakeScript(fail_after=3))
-    code, details = refusal(stub.Generate, generate_message(version), **options)
-    assert (code, details) == (CODES.INTERNAL, "RuntimeError: the script says so")
-    replica.engine.script.fail_after = None
-    assert len(list(stub.Generate(generate_message(version), **options))) == 8
 
 
 def test_pause_waits_refuses_and_resumes(world):
@@ -483,14 +440,3 @@ def test_pause_that_times_out_is_undone(world):
     assert code == CODES.DEADLINE_EXCEEDED
     assert len(list(running)) == 7
     assert len(list(stub.Generate(generate_message(version), **options))) == 8
-
-
-def test_abort_ends_running_calls(world):
-    replica, stub, options, version = synced(world, FakeScript(hang_after=2))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        replies = pool.submit(lambda: list(stub.Generate(generate_message(version), **options)))
-        wait_until(lambda: replica.engine.num_yielded == 2)
-        assert stub.Abort(pb.AbortRequest(), **options).num_aborted == 6
-    reasons = [reply.response.finish_reason for reply in replies.result()]
-    assert reasons == ["length"] * 2 + ["aborted"] * 6
-    assert stub.Abort(pb.AbortRequest(), **options).num_aborted == 0

@@ -139,18 +139,6 @@ def test_arbitrary_bytes_never_pass(data):
             READERS[name].read(data)
 
 
-def test_prompts_come_as_they_were_sent():
-    requests = make_requests(5, 3)
-    states = HiddenStateParams((0, -1), "float32", ("decode", "prefill"))
-    call = codec.GenerateCall(tuple(requests), SamplingParams(8), states, VERSION)
-    message = codec.encode_request(call)
-    call = READERS["Generate"].read(message.SerializeToString())
-    assert (call.sampling, call.hidden_states, call.version) == (SamplingParams(8), states, VERSION)
-    for actual, expected in zip(call.requests, requests, strict=True):
-        assert actual.sample_id == expected.sample_id
-        np.testing.assert_array_equal(actual.prompt_ids, expected.prompt_ids)
-
-
 @pytest.mark.parametrize(
     "data",
     [

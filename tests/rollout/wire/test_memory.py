@@ -40,13 +40,13 @@ def own():
 def chunks(monkeypatch):
     """The number of data bytes of every chunk that is sent."""
     sent = []
-    original = codec.encode_tensor_chunk
+    original = codec.encode_chunk
 
-    def encode(index, data):
+    def encode(chunk, data):
         sent.append(len(data))
-        return original(index, data)
+        return original(chunk, data)
 
-    monkeypatch.setattr(codec, "encode_tensor_chunk", encode)
+    monkeypatch.setattr(codec, "encode_chunk", encode)
     return sent
 
 

@@ -29,6 +29,7 @@ from semrl_jax.types import (
     WeightVersion,
     manifest_digest,
 )
+from tests.rollout.wire.test_codec import assert_same
 
 RECORDED = pathlib.Path(__file__).with_name("recorded")
 
@@ -206,15 +207,6 @@ def recorded(name, kind, version="1.0"):
     return kind.FromString((RECORDED / version / f"{name}.bin").read_bytes())
 
 
-def assert_same(actual, expected):
-    for field in dataclasses.fields(expected):
-        a, b = getattr(actual, field.name), getattr(expected, field.name)
-        if isinstance(b, np.ndarray):
-            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), field.name
-        else:
-            assert a == b, field.name
-
-
 @pytest.mark.parametrize(
     ("version", "name", "expected"),
     [
@@ -256,29 +248,23 @@ def test_generate_responses():
     assert_same(rollout, LARGE)
 
 
-def test_measured_responses():
-    request = recorded("generate_request_measured", pb.GenerateRequest, "1.1")
-    call = codec.decode_request(request, DESCRIPTION)
-    assert (call.metrics, call.hidden_states) == (PARAMS, HiddenStateParams())
+@pytest.mark.parametrize(
+    ("version", "request_", "limits", "states", "metrics", "reply", "expected"),
+    [
+        ("1.1", "1.1/generate_request_measured", DESCRIPTION, HiddenStateParams(), PARAMS,
+         "generate_response_measured", MEASURED),
+        ("1.2", "1.2/generate_request_all_states", FINAL_ONLY, ALL_STATES, None,
+         "generate_response_all_states", WHOLE),
+        ("1.3", "1.0/generate_request", DESCRIPTION, STATES, None,
+         "generate_response_with_context", WITH_CONTEXT),
+    ],
+)  # fmt: skip
+def test_later_responses(version, request_, limits, states, metrics, reply, expected):
+    request_ = recorded(request_.split("/")[1], pb.GenerateRequest, request_.split("/")[0])
+    call = codec.decode_request(request_, limits)
+    assert (call.hidden_states, call.metrics) == (states, metrics)
     decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
-    reply = recorded("generate_response_measured", pb.GenerateResponse, "1.1")
-    assert_same(decoder.feed(reply), MEASURED)
-
-
-def test_responses_with_states_of_their_prompts():
-    request = recorded("generate_request_all_states", pb.GenerateRequest, "1.2")
-    call = codec.decode_request(request, FINAL_ONLY)
-    assert call.hidden_states == ALL_STATES
-    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
-    reply = recorded("generate_response_all_states", pb.GenerateResponse, "1.2")
-    assert_same(decoder.feed(reply), WHOLE)
-
-
-def test_responses_with_context():
-    call = GenerateCall(REQUESTS, SAMPLING, STATES, VERSION)
-    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
-    reply = recorded("generate_response_with_context", pb.GenerateResponse, "1.3")
-    assert_same(decoder.feed(reply), WITH_CONTEXT)
+    assert_same(decoder.feed(recorded(reply, pb.GenerateResponse, version)), expected)
 
 
 def test_request_with_stop_strings():
@@ -309,7 +295,7 @@ def test_chunks_are_read_and_written_without_protobuf():
     kind, chunk = readers["UpdateWeights"].read(data)
     assert isinstance(chunk.data, memoryview)
     assert (kind, chunk.tensor_index, bytes(chunk.data)) == ("chunk", 1, b"\x80\x3f")
-    written = codec.encode_tensor_chunk(1, np.array([0x80, 0x3F], np.uint8))
+    written = codec.encode_chunk(pb.TensorChunk(tensor_index=1), np.array([0x80, 0x3F], np.uint8))
     assert pb.UpdateWeightsRequest.FromString(written) == pb.UpdateWeightsRequest.FromString(data)
     data = (RECORDED / "1.0" / "state_chunk_0.bin").read_bytes()
     chunk = bounds.parse_generate_reply(data)
