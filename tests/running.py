@@ -1,6 +1,15 @@
-"""The state of a process."""
+"""The state of a process, and waits for a state."""
 
 import pathlib
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        time.sleep(0.005)
 
 
 def is_running(pid: int) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool
-from tests.environments.test_pool import section
+from tests.environments.test_pool import played, section
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "environments.md").read_text()
@@ -44,17 +44,11 @@ def test_example_of_tools_has_ten_lines_and_is_solved(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with EnvironmentPool(section("products:Products")) as environments:
         (opening,) = environments.openings(seed=1, count=1)
-        episode = environments.open(opening)
         a, b = opening.task["factors"]
         call = f'```json\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n```'
-        try:
-            answer = episode.step(call).result(timeout=60)
-            assert answer.turn.messages[0]["content"] == (
-                f"<tool_response>\n{a * b}\n</tool_response>"
-            )
-            assert episode.step(f"{a * b}").result(timeout=60).turn == Turn((), 1.0, True)
-        finally:
-            episode.end()
+        answer, last = played(environments, opening, call, f"{a * b}")
+    assert answer.turn.messages[0]["content"] == f"<tool_response>\n{a * b}\n</tool_response>"
+    assert last.turn == Turn((), 1.0, True)
 
 
 def test_page_names_every_environment_and_limit():
@@ -72,10 +66,7 @@ def test_the_packages_of_the_page_can_be_played():
     for name in names:
         with EnvironmentPool(section(name)) as environments:
             (opening,) = environments.openings(seed=1, count=1)
-            episode = environments.open(opening)
-            with contextlib.ExitStack() as stack:
-                stack.callback(episode.end)
-                assert not episode.step("").result(timeout=60).error
+            assert not played(environments, opening, "")[0].error
 
 
 def test_the_page_names_every_game():

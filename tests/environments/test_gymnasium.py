@@ -1,6 +1,5 @@
 """Classes with the interface of Gymnasium as environments."""
 
-import contextlib
 import random
 
 import pytest
@@ -10,7 +9,7 @@ from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.environments.worker import made
 from semrl_jax.settings.environment import named
 from semrl_jax.support.errors import UserError
-from tests.environments.test_pool import section
+from tests.environments.test_pool import played, section
 
 ENV = f"{__name__}:Dial"
 
@@ -37,12 +36,8 @@ def test_an_episode_ends_when_it_is_terminated_or_truncated():
         first, second = environments.openings(seed=1, count=2)
         assert first.messages == [{"role": "user", "content": "Turn from 0 to 1."}]
         assert first.seed != second.seed
-        with contextlib.ExitStack() as stack:
-            answers = []
-            for messages in (("down", "up", "up"), ("no", "no", "no", "no")):
-                episode = environments.open(first)
-                stack.callback(episode.end)
-                answers.append([episode.step(message).result(timeout=60) for message in messages])
+        said = ("down", "up", "up"), ("no", "no", "no", "no")
+        answers = [played(environments, first, *messages) for messages in said]
     assert not any(answer.error for each in answers for answer in each)
     (down, back, up), (*_, last) = ([answer.turn for answer in each] for each in answers)
     assert down == Turn([{"role": "user", "content": "at -1"}], 0.0, False)

@@ -19,7 +19,7 @@ from semrl_jax.environments.interface import Turn
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.support.errors import UserError
 from tests.environments.test_documentation import PAGE
-from tests.environments.test_pool import section
+from tests.environments.test_pool import played, section
 
 ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(os.environ.get("SEMRL_OPENENV_PYTHON", ROOT / ".venv-openenv/bin/python"))
@@ -138,10 +138,7 @@ def environments(server):
 def play(environments, *messages, seed=1):
     """The prompt and the answers to messages, in one episode."""
     (opening,) = environments.openings(seed=seed, count=1)
-    episode = environments.open(opening)
-    with contextlib.ExitStack() as stack:
-        stack.callback(episode.end)
-        return opening, [episode.step(message).result(timeout=60) for message in messages]
+    return opening, played(environments, opening, *messages)
 
 
 def user(text):

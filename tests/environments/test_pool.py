@@ -18,7 +18,7 @@ from semrl_jax.environments.interface import Turn, as_tasks
 from semrl_jax.environments.pool import EnvironmentPool, EnvironmentPools, Opening, task_seed
 from semrl_jax.settings.environment import Environment as Settings
 from semrl_jax.support.errors import UserError
-from tests.running import is_running
+from tests.running import is_running, wait_until
 
 USERS = "tests.environments.users"
 
@@ -47,19 +47,16 @@ def opening(number=1, messages=({"role": "user", "content": "Say something."},))
     return Opening(task, task_seed(task), list(messages))
 
 
-def play(environments, *messages, number=1):
+def played(environments, begin, *messages):
     """The answers to messages, in one episode."""
-    episode = environments.open(opening(number))
+    episode = environments.open(begin)
     with contextlib.ExitStack() as stack:
         stack.callback(episode.end)
         return [episode.step(message).result(timeout=60) for message in messages]
 
 
-def wait_until(condition, limit_s=20.0):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.02)
+def play(environments, *messages, number=1):
+    return played(environments, opening(number), *messages)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +201,7 @@ def test_seeds_make_the_global_generators_the_same():
         first, second = environments.openings(seed=1, count=2)
 
         def answers(begin):
-            episode = environments.open(begin)
-            with contextlib.ExitStack() as stack:
-                stack.callback(episode.end)
-                return [episode.step("a").result(timeout=60).turn for _ in range(3)]
+            return [answer.turn for answer in played(environments, begin, "a", "a", "a")]
 
         assert answers(first) == answers(first) != answers(second)
         assert environments.openings(seed=1, count=2) == [first, second]

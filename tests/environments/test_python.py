@@ -1,6 +1,5 @@
 """Questions that need a program: the answers, the tool, and the judgement."""
 
-import contextlib
 import json
 import re
 import sys
@@ -10,7 +9,7 @@ import pytest
 from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.python import Environment
 from semrl_jax.environments.pool import EnvironmentPool
-from tests.environments.test_pool import section
+from tests.environments.test_pool import played, section
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux confines code")
 
@@ -49,17 +48,15 @@ def test_answers_are_right(environment):
 
 
 def test_an_episode_runs_code():
-    with EnvironmentPool(section("python")) as environments, contextlib.ExitStack() as stack:
+    with EnvironmentPool(section("python")) as environments:
         (opening,) = environments.openings(seed=5, count=1)
-        episode = environments.open(opening)
-        stack.callback(episode.end)
         call = {"name": "python", "arguments": {"code": program(opening.task["question"])}}
-        found = episode.step(f"```json\n{json.dumps(call)}\n```").result(timeout=60)
         answer = opening.task["answer"]
-        (message,) = found.turn.messages
-        assert message["content"] == f"<tool_response>\n{answer}\n</tool_response>"
-        last = episode.step(f"It is {answer}.").result(timeout=60)
-        assert last.turn == Turn((), 1.0, True)
+        said = f"```json\n{json.dumps(call)}\n```", f"It is {answer}."
+        found, last = played(environments, opening, *said)
+    (message,) = found.turn.messages
+    assert message["content"] == f"<tool_response>\n{answer}\n</tool_response>"
+    assert last.turn == Turn((), 1.0, True)
 
 
 @pytest.mark.parametrize(

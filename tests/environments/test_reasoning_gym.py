@@ -1,7 +1,5 @@
 """Problems of reasoning-gym, with further tries."""
 
-import contextlib
-
 import pytest
 
 from semrl_jax import data
@@ -13,7 +11,7 @@ from semrl_jax.environments.worker import made
 from semrl_jax.sampling.openings import held_out_tasks, training_tasks
 from semrl_jax.settings.environment import named
 from semrl_jax.support.errors import UserError
-from tests.environments.test_pool import section
+from tests.environments.test_pool import played, section
 from tests.tiny import tiny_config
 
 SMALL = "chain_sum:min_terms=2:max_terms=2:min_digits=1:max_digits=1"
@@ -52,11 +50,7 @@ def test_a_mixture_has_options_and_weights():
     name = 'reasoning_gym:sets=["chain_sum:max_terms=2:weight=3","gcd:max_value=9"]:attempts=2'
     with EnvironmentPool(section(name)) as environments:
         found = environments.openings(seed=1, count=8)
-        episode = environments.open(found[0])
-        with contextlib.ExitStack() as stack:
-            stack.callback(episode.end)
-            retry = episode.step("no").result(timeout=60)
-            last = episode.step(found[0].task["answer"]).result(timeout=60)
+        retry, last = played(environments, found[0], "no", found[0].task["answer"])
     made = [each.task[procedural.COLUMN] for each in found]
     assert [each["dataset"] for each in made].count("chain_sum") == 6
     assert {"max_terms": 2} in [each["options"] for each in made]

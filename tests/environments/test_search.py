@@ -1,6 +1,5 @@
 """Questions about a corpus: the files of a user, the tool, and the judgement."""
 
-import contextlib
 import json
 
 import pytest
@@ -9,7 +8,7 @@ from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.search import Environment
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.support.errors import UserError
-from tests.environments.test_pool import section
+from tests.environments.test_pool import played, section
 
 CAPITALS = {"France": "Paris", "Peru": "Lima", "Japan": "Tokyo"}
 
@@ -33,20 +32,18 @@ def questions(tmp_path):
 
 def test_an_episode_finds_the_answer(corpus, questions):
     name = f"search:corpus={corpus}:questions={questions}:num_results=1"
-    with EnvironmentPool(section(name)) as environments, contextlib.ExitStack() as stack:
+    with EnvironmentPool(section(name)) as environments:
         found = environments.openings(seed=3, count=10)
         assert found == environments.openings(3, 10)
         assert {opening.task["answer"] for opening in found} == set(CAPITALS.values())
         country = found[0].task["question"].split()[-1].strip("?")
-        episode = environments.open(found[0])
-        stack.callback(episode.end)
         query = {"name": "search", "arguments": {"query": f"capital {country}"}}
-        answer = episode.step(f"```json\n{json.dumps(query)}\n```").result(timeout=60)
-        passage = f"[1] The capital of {country} is {CAPITALS[country]}."
-        (message,) = answer.turn.messages
-        assert message["content"] == f"<tool_response>\n{passage}\n</tool_response>"
-        last = episode.step(CAPITALS[country]).result(timeout=60)
-        assert last.turn == Turn((), 1.0, True)
+        call = f"```json\n{json.dumps(query)}\n```"
+        answer, last = played(environments, found[0], call, CAPITALS[country])
+    passage = f"[1] The capital of {country} is {CAPITALS[country]}."
+    (message,) = answer.turn.messages
+    assert message["content"] == f"<tool_response>\n{passage}\n</tool_response>"
+    assert last.turn == Turn((), 1.0, True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Environments with tools, in their processes: hostile tools, and tools without a schema."""
 
-import contextlib
 import json
 
 import pytest
@@ -8,9 +7,9 @@ import pytest
 from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool, Opening, task_seed
 from semrl_jax.support.errors import UserError
-from tests.environments.test_pool import USERS, section, wait_until
+from tests.environments.test_pool import USERS, played, section
 from tests.environments.tools.test_formats import MISTRAL, QWEN
-from tests.running import is_running
+from tests.running import is_running, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +30,7 @@ def call(what, name="obey", argument="what"):
 
 
 def play(environments, *messages):
-    """The answers to messages, in one episode."""
-    episode = environments.open(environments.openings(seed=1, count=2)[1])
-    with contextlib.ExitStack() as stack:
-        stack.callback(episode.end)
-        return [episode.step(message).result(timeout=60) for message in messages]
+    return played(environments, environments.openings(seed=1, count=2)[1], *messages)
 
 
 def text(answer):

@@ -12,7 +12,7 @@ from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.support.errors import UserError
 from tests.environments import trl_users
 from tests.environments.test_documentation import PAGE
-from tests.environments.test_pool import section
+from tests.environments.test_pool import played, section
 
 USERS = "tests.environments.trl_users"
 
@@ -37,16 +37,15 @@ def test_a_class_makes_prompts_tools_and_rewards():
         assert "get_reward" not in system["content"] and "_penalty" not in system["content"]
         found = []
         for opening in openings:
-            episode = environments.open(opening)
-            answers = [episode.step(call("look", lamp=n)).result(timeout=60) for n in range(3)]
+            looks = (call("look", lamp=n) for n in range(3))
+            *answers, last = played(environments, opening, *looks, "It is on.")
             assert not any(answer.error for answer in answers)
             lit = [each.turn.messages == answer("on") for each in answers]
             found.append(lit.index(True))
             # The score is 0.75 when the lamp was found last, else that of a wrong guess.
             total = sum(each.turn.reward for each in answers)
             assert total == pytest.approx(0.75 if lit[2] else -0.1, abs=2**-20)
-            assert episode.step("It is on.").result(timeout=60).turn == Turn((), 0.0, True)
-            episode.end()
+            assert last.turn == Turn((), 0.0, True)
         assert set(found) == {0, 1, 2}  # drawn from the global generator, which has a seed
 
 
@@ -112,7 +111,5 @@ def test_examples_of_the_page(tmp_path, monkeypatch):
         with EnvironmentPool(section(name)) as environments:
             (opening,) = environments.openings(seed=1, count=1)
             assert opening.messages[-1]["content"] == prompt
-            episode = environments.open(opening)
-            turn, error, *_ = episode.step("2").result(timeout=60)
-            episode.end()
+            ((turn, error, *_),) = played(environments, opening, "2")
             assert (turn.reward, turn.done, error) == (float("1 + 1" in prompt), True, "")

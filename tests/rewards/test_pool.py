@@ -16,7 +16,7 @@ from semrl_jax.rewards import Verdict, VerifierPool, verifier_pool
 from semrl_jax.rewards.verdict import weighted_verdict, with_model_score
 from semrl_jax.settings.rewards import MAX_SCORE, reward_functions
 from semrl_jax.support.errors import UserError
-from tests.running import is_running
+from tests.running import is_running, wait_until
 
 HERE = pathlib.Path(__file__).parent
 RIGHT = Verdict(1.0, True, False, None)
@@ -36,13 +36,6 @@ def obey():
             num_workers=1, timeout_s=0.5, function="hostile:obey", failure_score=-1.0
         ) as pool:
             yield pool
-
-
-def wait_until(condition, limit_s=10.0):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

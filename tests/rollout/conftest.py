@@ -5,7 +5,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import time
 import types
 
 import grpc
@@ -80,13 +79,6 @@ def assert_sampled(client, requests, sampling, states=None, *, version, hidden_s
     rollouts = list(client.generate(requests, sampling, *asked, version=version, **options))
     assert_complete(rollouts, requests, sampling, states, version=version, hidden_size=hidden_size)
     return rollouts
-
-
-def wait_until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)
 
 
 def modules_of(code):

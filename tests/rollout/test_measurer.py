@@ -16,8 +16,9 @@ from semrl_jax.metrics import measurer
 from semrl_jax.metrics.measurements import encode
 from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
 from tests.rollout.client.test_client import sync
-from tests.rollout.conftest import FAKE, assert_complete, assert_sampled, make_requests, wait_until
+from tests.rollout.conftest import FAKE, assert_complete, assert_sampled, make_requests
 from tests.rollout.fake_engine import FakeScript, fake_rollout
+from tests.running import wait_until
 
 PARAMS = MetricParams(
     names=("effective_rank", "curvature"), stride=3, window="exact", method="svd", num_threads=2

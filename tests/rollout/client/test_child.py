@@ -5,14 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 from semrl_jax.rollout.client import child
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.support.errors import UserError
-from tests.running import is_running
+from tests.running import is_running, wait_until
 
 # Listens until its standard input closes, as launch.rollout does; prints its arguments.
 SERVER = """
@@ -28,14 +27,6 @@ print("closed", flush=True)
 
 def command(script):
     return [sys.executable, "-c", script]
-
-
-def until(check, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not (found := check()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
 
 
 def pid_of(log, start=-1):
@@ -61,10 +52,10 @@ def test_it_is_started_again_at_the_same_address(tmp_path):
     ) as replica:
         first, address = pid_of(log), replica.address
         os.kill(first, signal.SIGKILL)
-        until(lambda: not is_running(first))
+        wait_until(lambda: not is_running(first))
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", int(address.split(":")[1])))
-        until(lambda: log.read_text().count("token") == 2)
+        wait_until(lambda: log.read_text().count("token") == 2)
         assert replica.address == address and is_running(pid_of(log)) and pid_of(log) != first
     assert "ended with code -9; started again" in lines[0]
     assert not is_running(pid_of(log))
@@ -84,7 +75,7 @@ def test_it_ends_when_its_parent_is_killed(tmp_path):
     pid = pid_of(log)
     parent.kill()
     parent.communicate()
-    until(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(pid))
     assert log.read_text().splitlines()[-1] == "closed"
 
 

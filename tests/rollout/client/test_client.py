@@ -28,9 +28,9 @@ from tests.rollout.conftest import (
     make_arrays,
     make_requests,
     modules_of,
-    wait_until,
 )
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript, _aborted
+from tests.running import wait_until
 
 
 def sync(client, value=1.0, step=0):

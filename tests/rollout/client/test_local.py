@@ -21,10 +21,10 @@ from tests.rollout.conftest import (
     assert_sampled,
     make_arrays,
     make_requests,
-    wait_until,
 )
 from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeScript
+from tests.running import wait_until
 
 SAMPLING = SamplingParams(16)
 CONFIG = models.DecoderConfig(

@@ -25,9 +25,9 @@ from tests.rollout.conftest import (
     assert_sampled,
     make_arrays,
     make_requests,
-    wait_until,
 )
 from tests.rollout.fake_engine import FakeEngine, FakeScript
+from tests.running import wait_until
 from tests.sampling.parts import made
 from tests.tiny import tiny_config
 

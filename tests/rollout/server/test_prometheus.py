@@ -17,11 +17,12 @@ from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
-from tests.rollout.conftest import TOKEN, assert_sampled, make_arrays, make_requests, wait_until
+from tests.rollout.conftest import TOKEN, assert_sampled, make_arrays, make_requests
 from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.server.test_service import generate_message, update_messages
 from tests.rollout.server.test_service import sync as sync_by_stub
+from tests.running import wait_until
 
 STATUS = health_pb2.HealthCheckResponse
 

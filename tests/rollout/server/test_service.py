@@ -25,9 +25,10 @@ from semrl_jax.types import (
     manifest_digest,
 )
 from tests.rollout.caller import make_stub
-from tests.rollout.conftest import TOKEN, make_arrays, make_requests, wait_until
+from tests.rollout.conftest import TOKEN, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS, FakeScript
 from tests.rollout.wire.test_codec import BAD_REQUESTS
+from tests.running import wait_until
 
 CODES = grpc.StatusCode
 

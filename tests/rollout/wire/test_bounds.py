@@ -22,7 +22,7 @@ from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
-from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests, wait_until
+from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 from tests.rollout.server.test_service import (
     CALLS,
@@ -34,6 +34,7 @@ from tests.rollout.server.test_service import (
     update_messages,
 )
 from tests.rollout.wire.test_codec import VERSION, make_call
+from tests.running import wait_until
 
 OPTIONS = {"timeout": 10.0, "metadata": token_metadata(TOKEN)}
 SERVICE = "/semrl.rollout.v1.RolloutService"

@@ -16,7 +16,7 @@ from semrl_jax.rollout.server import service
 from semrl_jax.rollout.wire import codec, shared_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import SamplingParams
-from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests, wait_until
+from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS
 from tests.rollout.server.test_service import (
     CODES,
@@ -25,6 +25,7 @@ from tests.rollout.server.test_service import (
     sync,
     update_messages,
 )
+from tests.running import wait_until
 
 ROOT = pathlib.Path(__file__).parents[3]
 
