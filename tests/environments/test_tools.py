@@ -9,7 +9,6 @@ from semrl_jax.environments.pool import EnvironmentPool, Opening, task_seed
 from semrl_jax.support.errors import UserError
 from tests.environments.test_pool import USERS, played, section
 from tests.environments.tools.test_formats import MISTRAL, QWEN
-from tests.running import is_running, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -97,30 +96,6 @@ def test_what_a_tool_does_is_an_answer(tooled, what, answer, capfd):
 def test_calls_are_read(tooled, message, answer):
     (found,) = play(tooled, message)
     assert text(found).startswith(answer)
-
-
-@pytest.mark.parametrize(
-    ("what", "error", "counter"),
-    [
-        ("hang", "timeout: step took more than 2 s", "num_timeouts"),
-        ("exit", "crash: ", "num_crashes"),
-        ("forge", "crash: ", "num_crashes"),
-    ],
-)
-def test_a_tool_that_ends_its_process_costs_its_own_episode_only(tooled, what, error, counter):
-    before = tooled.counters
-    other = tooled.open(tooled.openings(seed=1, count=1)[0])
-    (failed,) = play(tooled, call(what))
-    assert failed.error.startswith(error) and failed.turn == Turn((), 0.0, True)
-    assert text(other.step(call("say 1")).result(timeout=60)) == "1"
-    other.end()
-    assert tooled.counters[counter] == before[counter] + 1
-
-
-def test_a_process_that_a_tool_started_ends_with_the_episode(tooled, path):
-    (answer,) = play(tooled, call("daemon"))
-    assert text(answer) == "started"
-    wait_until(lambda: not is_running(int(path.read_text())))
 
 
 def test_a_chat_template_has_its_own_form_of_calls(path):

@@ -9,13 +9,8 @@ import pytest
 
 from semrl_jax import metrics
 from tests.metrics.flat import flat_metrics
+from tests.metrics.test_dynamics import expect
 from tests.oracles import metrics as oracle
-
-
-def expected(rows, stride, window):
-    """ER, ERV and ERA in float64."""
-    series = oracle.series(oracle.effective_rank, rows, stride, window)
-    return oracle.effective_rank(rows), *oracle.orders(series)
 
 
 @pytest.mark.slow
@@ -69,7 +64,7 @@ def test_rows_before_the_window_do_not_round_those_in_it(method):
     for rows in (far_tail(), outlier_first()):
         found = dynamics(rows, np.ones(640, bool))
         # 1e-4 of differences of ranks near 7.
-        np.testing.assert_allclose(found[1:3], expected(rows, 100, "release")[1:], atol=1e-4)
+        np.testing.assert_allclose(found[1:3], expect(rows, 100, "release")[1:], atol=1e-4)
 
 
 def beside_one_column(size):
@@ -93,7 +88,7 @@ def test_a_huge_offset_hides_no_difference(by_gram, names, size):
         np.testing.assert_allclose(
             found[name][0], oracle.METRICS[name](rows), rtol=2e-5, err_msg=name
         )
-    velocity = expected(rows, 20, "exact")[1]
+    velocity = expect(rows, 20, "exact")[1]
     np.testing.assert_allclose(found["effective_rank_velocity"][0], velocity, rtol=1e-4)
 
 

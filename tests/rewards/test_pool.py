@@ -172,25 +172,6 @@ def test_too_long_text_never_reaches_a_worker(monkeypatch):
         assert pool.counters["num_too_long"] == 2
 
 
-@pytest.mark.slow
-def test_hostile_mathematics_is_wrong_in_time():
-    bombs = [
-        r"\boxed{9^{9^{9^{9}}}}",
-        r"\boxed{100000000!}",
-        r"\boxed{" + "(" * 2000 + "1" + ")" * 2000 + "}",
-    ]
-    harmless = [r"\boxed{" + "{" * 100_000, "7\x00" * 1000 + "x", r"\boxed{\frac{1}{0}}", ""]
-    start = time.monotonic()
-    with VerifierPool(num_workers=2, timeout_s=1.0, memory_limit_gib=1.0) as pool:
-        futures = [pool.submit(text, "5") for text in bombs + harmless]
-        assert not any(future.result(timeout=30).correct for future in futures)
-        # The grader has limits of its own; the pool ends what they miss.
-        kinds = {future.result().error_kind for future in futures}
-        assert kinds <= {"", "timeout", "crash", "too_long"}
-        assert pool.submit(r"\boxed{\frac{14}{2}}", "7").result(timeout=30).score == 1.0
-    assert time.monotonic() - start < 40.0  # seconds; without the limits, minutes or more
-
-
 def test_hung_job_does_not_delay_the_others():
     with VerifierPool(num_workers=2, timeout_s=30.0, function="hostile:obey") as pool:
         hung = pool.submit("hang", "7")

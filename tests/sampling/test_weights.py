@@ -101,6 +101,23 @@ def test_all_attempts_to_sample_share_one_deadline(pair, short):
     assert len(synced) >= 4
 
 
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_to_one_process_ends_both_before_the_first_gather(pair, short, signalled):
+    read, stops = [], [StopRequest(60.0, 75) for _ in pair]
+    stops[signalled]._signal_name = "SIGTERM"
+
+    def arrays():
+        read.append(0)
+        yield 0
+
+    senders = [
+        sampler_of(short, peers=peers, client=object(), stop=stop).sync
+        for peers, stop in zip(pair, stops)
+    ]
+    found = both(*(lambda one=one: one.send(Weights(3, arrays, True)) for one in senders))
+    assert [str(error) for error in found] == ["SIGTERM", "SIGTERM"] and not read
+
+
 def test_no_tensor_is_read_before_every_sampling_process_has_a_replica(pair):
     """A process that never gets a replica leaves no other process in a collective."""
     read, reached = [], threading.Event()

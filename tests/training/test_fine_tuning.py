@@ -18,7 +18,7 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.fine_tuning import FineTuner, batch_order, conversation_batch
-from semrl_jax.training.optimizer import Optimizer, make_optimizer, schedule
+from semrl_jax.training.optimizer import Optimizer, schedule
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.train_state import init_state
 from semrl_jax.training.trainee import NonFiniteUpdates
@@ -232,19 +232,3 @@ def test_the_optimizer_of_a_config_has_its_schedule():
     rate = optimizer_of(config, "sft", 10).rate
     # The rise takes ceil(1.1) steps.
     np.testing.assert_allclose([rate(i) for i in (0, 1, 2, 6, 10)], [1, 2, 2, 1.1, 0.2], rtol=1e-6)
-
-
-def test_the_optimizer_is_adamw_at_that_rate():
-    options = {
-        "num_steps": 6, "learning_rate": 0.1, "kind": "linear", "learning_rate_warmup_steps": 2,
-        "final_fraction": 0.0, "adam_b1": 0.9, "adam_b2": 0.9, "weight_decay": 0.5,
-        "max_grad_norm": 1.0,
-    }  # fmt: skip
-    optimizer = make_optimizer(**options)
-    assert optimizer is make_optimizer(**options)
-    params = {"w": np.float32(2.0)}
-    state = optimizer.init(params)
-    for share in (1 / 2, 1, 1, 3 / 4, 1 / 2):
-        change, state = optimizer.update({"w": np.float32(9.0)}, state, params)
-        # A constant gradient has m / sqrt(v) = 1 after the correction of both.
-        np.testing.assert_allclose(change["w"], -0.1 * share * (1 + 0.5 * 2), rtol=1e-5)

@@ -68,6 +68,7 @@ def test_adamw_is_that_of_optax_to_the_bit():
     params = {"w": random.normal(size=(3, 5)).astype(np.float32)}
     rates = {"learning_rate": 0.1, "learning_rate_warmup_steps": 0}
     optimizer = make_optimizer(**rates, adam_b1=0.8, adam_b2=0.95, **REST)
+    assert optimizer is make_optimizer(**rates, adam_b1=0.8, adam_b2=0.95, **REST)
     adamw = optax.adamw(lambda _: 0.1, 0.8, 0.95, weight_decay=0.1)
     expected = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     state, wanted_state = optimizer.first_state(params), expected.init(params)

@@ -63,11 +63,6 @@ def test_passages_of_equal_score_keep_their_order(tmp_path):
     assert search("WORD word") == "[1] word z\n[2] word y\n[3] word x"
 
 
-def test_a_rare_word_counts_more_and_a_long_passage_less(tmp_path):
-    search = search_tool(corpus(tmp_path, "the sea", "the tall mast of a ship", "the mast"))
-    assert order(search("the mast!")) == ["the mast", "the tall mast of a ship", "the sea"]
-
-
 def test_words_of_other_scripts(tmp_path):
     search = search_tool(
         corpus(tmp_path, "北京是首都", "東京タワー", "Ünïcode snake_case"), num_results=1

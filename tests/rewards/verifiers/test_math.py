@@ -55,27 +55,6 @@ def test_arithmetic_response_is_right_by_its_box():
     assert verify(response, "1162") == Verdict(-0.5, False, True, "1262")
 
 
-@pytest.mark.parametrize(
-    ("response", "reference", "correct"),
-    [
-        (r"\boxed{10}", r"10\%", True),
-        (r"\boxed{0.1}", r"10\%", True),
-        (r"\boxed{1 2}", "12", False),
-        (r"\boxed{5 \text{ dollars}}", r"\$5", True),
-        (r"\boxed{1234}", "1,234", True),  # as GSM8K writes its answers
-        ("so 1,234.", "1234", True),
-        (r"\boxed{1234}", "1,234,567", False),
-        (r"\boxed{27.0}", "27", True),
-        ("7 apples", "7", True),
-        ("<|im_end|>7", "7", False),
-        (r"\boxed{}", "", False),
-        ("no idea", "", False),
-    ],
-)
-def test_equality(response, reference, correct):
-    assert verify(response, reference).correct is correct
-
-
 def test_a_long_answer_is_never_parsed():
     long = Verdict(-0.5, False, True, None, "too_long")
     assert verify(r"\boxed{" + "(" * 5000 + "}", "7") == long

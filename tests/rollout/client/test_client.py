@@ -485,24 +485,6 @@ def test_slow_consumer_is_no_stall(world):
     assert client.counters["replica_failures"] == 0
 
 
-def test_late_duplicate_is_dropped_and_counted(world, monkeypatch):
-    # Each reply is put twice, like one that was in transit while its sample was requested again.
-    client = world.client(world.replica(), world.replica())
-    version = sync(client)
-    requests, sampling = make_requests(2, 2), SamplingParams(16)
-    original = queue.Queue.put
-
-    def put(self, item, *args, **kwargs):
-        if isinstance(item, tuple) and getattr(item[1], "sample_id", None) == "0/0":
-            original(self, item, *args, **kwargs)
-        return original(self, item, *args, **kwargs)
-
-    monkeypatch.setattr(queue.Queue, "put", put)
-    assert_sampled(client, requests, sampling, version=version)
-    assert client.counters["duplicates"] == 1
-    assert client.counters["responses"] == 4
-
-
 def test_an_engine_that_fails_is_asked_again_but_not_for_ever(connected):
     client = connected(FakeScript(fail_after=2))
     version, sampling = sync(client), SamplingParams(16)

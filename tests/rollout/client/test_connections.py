@@ -5,19 +5,15 @@ than loopback need TLS, whose checks end the connection.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import resource
 import signal
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
-from semrl_jax import models
-from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.engines.vllm import _Staging
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
 from tests.rollout.conftest import (
@@ -28,8 +24,6 @@ from tests.rollout.conftest import (
     make_requests,
 )
 from tests.rollout.embedded import EmbeddedReplica
-from tests.rollout.engines.responses import make_requests as jax_requests
-from tests.rollout.engines.test_jax import CONFIG
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.proxy import Proxy
 from tests.rollout.server.test_server import make_certificate
@@ -163,22 +157,6 @@ def test_a_slow_connection_is_no_failure(world, behind):
 
 
 @pytest.mark.slow
-def test_a_connection_that_stops_is_given_up_and_named(world, behind):
-    _, proxy = behind(script=FakeScript(delay_s=0.05))
-    client = world.client(proxy, world.replica(), stall_timeout_s=1.0, progress_every_s=0.2)
-    version = sync(client, specs=FAKE_SPECS)
-    requests, sampling = make_requests(), SamplingParams(16)
-    proxy.down.stopped.set()
-    rollouts = list(client.generate(requests, sampling, version=version))
-    proxy.down.stopped.clear()
-    assert_complete(rollouts, requests, sampling, version=version)
-    assert client.counters["responses"] == 8 and client.counters["duplicates"] == 0
-    assert any(f"{proxy.address} is set aside (no message for 1" in line for line in client.lines)
-    assert sync(client, specs=FAKE_SPECS) == version  # it is used again afterwards
-    assert len(list(client.generate(requests, sampling, version=version))) == 8
-
-
-@pytest.mark.slow
 def test_replica_that_was_stopped_and_continues(world, start_process):
     """SIGSTOP in the middle of a stream, SIGCONT after its responses went elsewhere."""
     process, address = start_process(script={"delay_s": 0.02})
@@ -270,83 +248,3 @@ def test_replica_without_room_for_new_weights_says_so_and_keeps_the_old(world, s
         sync(client, 2.0, step=1)
     assert (replica.engine.weights["second"] == 1.0).all()
     assert world.caller(replica).describe().version == old
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    """A policy of test_jax.py, its weights, requests with ragged lengths, and their responses."""
-    policy = models.Policy(CONFIG)
-    params = jax.tree.map(lambda leaf: leaf * 1.5, policy.init(jax.random.key(3)))
-    specs = models.tensor_specs(CONFIG, "float32")
-    arrays = [array for _, array in models.iterate_hf_tensors(params, CONFIG, "float32")]
-    return policy, specs, arrays
-
-
-def jax_responses(client, tiny, prepare=lambda: None):
-    """Token ids, log-probabilities and states by sample id."""
-    _, specs, arrays = tiny
-    client.connect(model_hash=CONFIG.hash, tokenizer_hash="", vocab_size=CONFIG.vocab_size)
-    sync_now = lambda: client.sync_weights(specs, lambda: arrays, step=0)  # noqa: E731
-    version = sync_now()
-    prepare()
-    requests, sampling = jax_requests(), SamplingParams(40, temperature=0.8, eos_token_ids=(1,))
-    found = list(client.generate(requests, sampling, STATES, version=version, resync=sync_now))
-    assert sorted(r.sample_id for r in found) == sorted(r.sample_id for r in requests)
-    assert client.counters["responses"] == len(requests)
-    return {
-        r.sample_id: (r.response_ids, r.rollout_logprobs, r.hidden_states.astype(np.float32))
-        for r in found
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["none", "update", "states", "replica"])
-def test_jax_engine_samples_the_same_after_a_failure(world, tiny, fault):
-    """After a cut update, a cut chunk of states, and the loss of a replica with its weights.
-
-    Where whole calls are repeated, the bits are the same. After the cut chunk, only some responses
-    are sampled again: in a smaller batch, whose float32 sums have another order.
-    """
-    with contextlib.ExitStack() as stack:
-
-        def replica(port=0):
-            engine = JaxEngine(tiny[0], max_batch=8, chunk=7)
-            return stack.enter_context(EmbeddedReplica(engine, token=TOKEN, port=port))
-
-        first = replica()
-        proxy = stack.enter_context(Proxy(first.address))
-        client = world.client(proxy, connect=False, share_memory=False, stall_timeout_s=60.0,
-                              generate_timeout_s=120.0)  # fmt: skip
-        expected = _undisturbed(world, tiny)
-        if fault == "update":
-            proxy.up.cut_after = sum(a.nbytes for a in tiny[2]) // 2
-
-        def prepare():
-            proxy.down.num_bytes = 0
-            if fault == "states":
-                proxy.down.cut_after = 100_000
-            if fault == "replica":
-                first.close(0.0)
-                replica(port=int(first.address.split(":")[1]))
-
-        found = jax_responses(client, tiny, prepare)
-        for sample_id, arrays in found.items():
-            for array, known in zip(arrays, expected[sample_id]):
-                if fault == "states" and array.dtype == np.float32:
-                    # In test_jax.py, sums in another order give differences of about 5e-6.
-                    np.testing.assert_allclose(array, known, rtol=5e-5, atol=5e-5)
-                else:
-                    np.testing.assert_array_equal(array, known)
-        if fault != "none":
-            assert client.counters["replica_failures"] >= 1, client.lines
-
-
-_found = {}
-
-
-def _undisturbed(world, tiny):
-    if not _found:
-        with EmbeddedReplica(JaxEngine(tiny[0], max_batch=8, chunk=7), token=TOKEN) as replica:
-            client = world.client(replica, connect=False, stall_timeout_s=60.0)
-            _found.update(jax_responses(client, tiny))
-    return _found

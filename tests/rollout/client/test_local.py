@@ -15,6 +15,7 @@ from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire import codec
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
+from tests.rollout.client.test_client import sync
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
@@ -36,10 +37,6 @@ CONFIG = models.DecoderConfig(
 @pytest.fixture
 def local(world):
     return world.local
-
-
-def sync(client, value=1.0, step=0):
-    return client.sync_weights(FAKE_SPECS, lambda: make_arrays(value), step=step)
 
 
 def fields_of(rollout):

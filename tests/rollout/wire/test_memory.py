@@ -183,11 +183,6 @@ BAD_UPDATES = {
         CODES.INVALID_ARGUMENT,
         "the memory has 1 of 576 bytes",
     ),
-    "another name": (
-        lambda m, own: setattr(m[0].begin.memory, "name", "0" * 32),
-        CODES.INVALID_ARGUMENT,
-        "another name",
-    ),
     "ended client": (
         lambda m, own: setattr(m[0].begin.memory, "process", 2**30),
         CODES.UNAVAILABLE,
@@ -201,9 +196,7 @@ BAD_UPDATES = {
     "no such tensor": (
         lambda m, own: setattr(m[1].chunk, "tensor_index", 2), CODES.INVALID_ARGUMENT, "tensor 2",
     ),
-    "negative tensor": (
-        lambda m, own: setattr(m[1].chunk, "tensor_index", -1), CODES.INVALID_ARGUMENT, "tensor -1",
-    ),
+
     "twice": (
         lambda m, own: m.insert(2, m[1]), CODES.INVALID_ARGUMENT, "chunk came where a commit",
     ),
@@ -211,9 +204,6 @@ BAD_UPDATES = {
         lambda m, own: setattr(m[1].chunk, "tensor_index", 0),
         CODES.INVALID_ARGUMENT,
         "commit came where a chunk tensor 'norm.weight'",
-    ),
-    "broken off": (
-        lambda m, own: m.__delitem__(slice(2, None)), CODES.INVALID_ARGUMENT, "where a commit",
     ),
 }  # fmt: skip
 SMALL = shared_memory.OwnMemory()
