@@ -35,12 +35,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 
 class BadServer:
-    """Repeats the policy's message, and breaks the protocol as it says.
-
-    Attributes:
-      url: of the server.
-      room: number of episodes at once.
-    """
+    """Repeats the policy's message, and breaks the protocol as it says; room for some at once."""
 
     def __init__(self, room=100):
         from websockets.sync.server import serve

@@ -33,91 +33,42 @@ FAKE_SPECS = (
 
 @dataclasses.dataclass
 class FakeScript:
-    """Which failures occur, and when; can be changed while the engine runs.
+    """Which failures occur, and when; can be changed while the engine runs."""
 
-    Attributes:
-      delay_s: wait before every response.
-      hang_after, fail_after, die_after, exit_after: the response index, counted over the engine's
-        life, at which the engine hangs, raises, raises EngineDeadError, or ends the process.
-      backwards: responses come in reverse order.
-      commit_delay_s: a weight commit takes this long.
-      fail_commit: the commit raises.
-    """
-
-    delay_s: float = 0.0
-    hang_after: int | None = None
-    fail_after: int | None = None
-    die_after: int | None = None
-    exit_after: int | None = None
-    backwards: bool = False
+    delay_s: float = 0.0  # before every response
+    # The index of a response, counted over the engine's life, at which the engine
+    hang_after: int | None = None  # hangs
+    fail_after: int | None = None  # raises
+    die_after: int | None = None  # raises EngineDeadError
+    exit_after: int | None = None  # ends the process
+    backwards: bool = False  # the responses come
     commit_delay_s: float = 0.0
     fail_commit: bool = False
 
 
+DESCRIPTION = {
+    "engine": "fake", "engine_version": "1", "model_hash": "fake-model",
+    "tokenizer_hash": "fake-tokenizer", "vocab_size": 101, "layers": (-1, 0, 1, 2),
+    "state_kinds": ("decode", "prefill"), "logprob_kinds": ("sampling", "raw"),
+    "max_prompts": 1024, "max_prompt_tokens": 64, "max_response_tokens": 4096,
+}  # fmt: skip
+
+
 class FakeEngine(Engine):
-    """Closed forms in place of a model; see `fake_rollout`.
+    """Closed forms in place of a model, see `fake_rollout`; `description` changes the defaults."""
 
-    Args:
-      specs: the tensors a weight update must carry.
-      vocab_size: of the responses.
-      hidden_size: width of the hidden states.
-      layers: hidden-state layers on offer.
-      max_prompts, max_prompt_tokens, max_response_tokens: limits of a call.
-      model_hash, tokenizer_hash, is_deterministic, calls_at_once: as described.
-      script: which failures occur.
-
-    Attributes:
-      weights: the committed tensors by name.
-      script: as given.
-      num_yielded: responses so far.
-      num_hung: calls that hung so far, and hang until they are aborted.
-      num_closed: generate calls that have ended.
-      num_staged: weight updates begun.
-      asked: the sample ids of every call.
-      most_at_once: calls that ran at the same time.
-    """
-
-    def __init__(
-        self,
-        *,
-        specs: Sequence[TensorSpec] = FAKE_SPECS,
-        vocab_size: int = 101,
-        hidden_size: int = 8,
-        layers: tuple[int, ...] = (-1, 0, 1, 2),
-        max_prompts: int = 1024,
-        max_prompt_tokens: int = 64,
-        max_response_tokens: int = 4096,
-        model_hash: str = "fake-model",
-        tokenizer_hash: str = "fake-tokenizer",
-        is_deterministic: bool = False,
-        calls_at_once: int = 0,
-        script: FakeScript | None = None,
-    ):
+    def __init__(self, *, specs=FAKE_SPECS, hidden_size=8, script=None, **description):
         self.script = script or FakeScript()
-        self.weights: dict[str, np.ndarray] = {}
-        self.num_yielded = 0
-        self.num_hung = 0
-        self.num_closed = 0
-        self.num_staged = 0
+        self.weights: dict[str, np.ndarray] = {}  # the committed tensors by name
+        self.num_yielded = 0  # responses so far
+        self.num_hung = 0  # calls that hung so far, and hang until they are aborted
+        self.num_closed = 0  # calls that have ended
+        self.num_staged = 0  # weight updates begun
         self._specs = tuple(specs)
         self._hidden_size = hidden_size
-        self._description = ReplicaDescription(
-            engine="fake",
-            engine_version="1",
-            model_hash=model_hash,
-            tokenizer_hash=tokenizer_hash,
-            vocab_size=vocab_size,
-            layers=layers,
-            state_kinds=("decode", "prefill"),
-            logprob_kinds=("sampling", "raw"),
-            max_prompts=max_prompts,
-            max_prompt_tokens=max_prompt_tokens,
-            max_response_tokens=max_response_tokens,
-            is_deterministic=is_deterministic,
-            calls_at_once=calls_at_once,
-        )
-        self.asked: list[tuple[str, ...]] = []
-        self.most_at_once = 0
+        self._description = ReplicaDescription(**DESCRIPTION | description)
+        self.asked: list[tuple[str, ...]] = []  # the sample ids of every call
+        self.most_at_once = 0  # calls that ran at the same time
         self._staged: dict[str, np.ndarray] = {}
         self._staged_specs: tuple[TensorSpec, ...] = ()
         self._calls: set[asyncio.Event] = set()  # one per running call, set to abort it

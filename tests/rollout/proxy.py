@@ -13,27 +13,15 @@ _BLOCK = 1 << 14  # bytes read at once
 
 @dataclasses.dataclass
 class Faults:
-    """What happens in one direction; may be changed while connections are open.
+    """What happens in one direction; may be changed while connections are open."""
 
-    Attributes:
-      cut_after: both sides are closed when so many bytes have passed. Then it is None again, so
-        that the next connection lives.
-      flip_at: one bit of the byte at this position is inverted, once.
-      bytes_per_s: limit of the speed.
-      delay_s: of every block.
-      stopped: while it is set, nothing passes.
-      num_bytes: that have passed, over all connections. `cut_after` and `flip_at` count from its
-        last reset.
-      num_faults: cuts and flips so far.
-    """
-
-    cut_after: int | None = None
-    flip_at: int | None = None
-    bytes_per_s: float | None = None
-    delay_s: float = 0.0
-    stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
-    num_bytes: int = 0
-    num_faults: int = 0
+    cut_after: int | None = None  # bytes, then both sides are closed; the next connection lives
+    flip_at: int | None = None  # one bit of the byte at this position is inverted, once
+    bytes_per_s: float | None = None  # limit of the speed
+    delay_s: float = 0.0  # of every block
+    stopped: threading.Event = dataclasses.field(default_factory=threading.Event)  # nothing passes
+    num_bytes: int = 0  # since the last reset, over all connections
+    num_faults: int = 0  # cuts and flips so far
 
     def apply(self, data: bytes) -> tuple[bytes, bool]:
         """The bytes to pass on, and whether the connection is then cut."""
@@ -51,19 +39,13 @@ class Faults:
 
 
 class Proxy(contextlib.AbstractContextManager):
-    """Listens on a free loopback port and passes connections on to `address`.
-
-    Attributes:
-      address: host:port to connect to.
-      up, down: faults from the client to the server, and back.
-      num_connections: so far.
-    """
+    """Listens on a free loopback port and passes connections on to `address`."""
 
     def __init__(self, address: str):
         host, _, port = address.rpartition(":")
         self._target = (host, int(port))
-        self.up, self.down = Faults(), Faults()
-        self.num_connections = 0
+        self.up, self.down = Faults(), Faults()  # from the client to the server, and back
+        self.num_connections = 0  # so far
         self._closed = threading.Event()
         self._sockets: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -165,14 +165,6 @@ def test_the_tokens_of_the_policy_are_measured(sampling):
         np.testing.assert_allclose(rollout.mean_state, rows.mean(axis=0), rtol=1e-6)
 
 
-def test_calls_without_metrics_are_as_before(world, sampling):
-    client = world.client(world.replica())
-    version, requests = sync(client), make_requests()
-    for rollout in client.generate(requests, sampling, version=version):
-        assert rollout.metrics == {} and rollout.mean_state is None
-    assert client.counters["metric_bytes"] == 0
-
-
 def test_calls_that_are_not_full_start_before_a_caller_gives_up(world, sampling, monkeypatch):
     """Small responses share a call, which the hanging engine never fills."""
     monkeypatch.setattr(measurer, "FLUSH_AFTER_S", 0.05)

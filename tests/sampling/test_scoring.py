@@ -401,20 +401,24 @@ class HereVerifier(VerifierPool):
         return verdict
 
 
-def sample_here(config, tokenizer, rollouts, verifier, references):
-    """The scored responses of a run whose replicas send these rollouts."""
+def sample_here(config, tokenizer, rollouts, verifier, references, asked=None, **options):
+    """The scored responses of a run whose replicas send these rollouts; `asked`: the sampling."""
+
+    def generate(requests, sampling, *_, **__):
+        if asked is not None:
+            asked.append(sampling)
+        return (rollout for rollout in rollouts)  # a generator: the sampler closes it
+
     sampler = sampler_of(
         weights=Weights(0, lambda: iter(()), False, WeightVersion("run", "attempt", 0, "digest")),
         config=config,
         tokenizer=tokenizer,
         end_token_ids=(tokenizer.eos_token_id,),
-        client=types.SimpleNamespace(
-            generate=lambda *args, **kwargs: (r for r in rollouts), release=lambda: None
-        ),
+        client=types.SimpleNamespace(generate=generate, release=lambda: None),
         verifier=verifier,
     )
     draw = Draw([], references, {})
-    return sampler.sample_here(draw, temperature=1.0, arrived=lambda rollout: None)
+    return sampler.sample_here(draw, temperature=1.0, arrived=lambda rollout: None, **options)
 
 
 @pytest.mark.parametrize(

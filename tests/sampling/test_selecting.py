@@ -196,12 +196,8 @@ def make_source(config, seen=None, **parts):
             ids = np.array([request.seed % 1000, 1], np.int32)
             score = float(request.seed % 2) if prompt % 2 == 0 else 0.0
             item = make_scored(0, score=score, response_ids=ids)
-            rollout = item.rollout.__class__(
-                **vars(item.rollout)
-                | {"sample_id": request.sample_id, "group_id": request.group_id}
-                | {"sample_index": request.sample_index, "prompt_ids": request.prompt_ids}
-            )
-            scored.append(type(item)(rollout, "", str(prompt), item.verdict))
+            rollout = dataclasses.replace(item.rollout, **request.rollout_fields)
+            scored.append(dataclasses.replace(item, rollout=rollout, reference=str(prompt)))
             arrived(rollout)
         if seen is not None:
             seen.extend(draw.requests)

@@ -1,8 +1,5 @@
 """Runs whose responses end at stop strings and stop words."""
 
-import concurrent.futures
-import types
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -10,13 +7,9 @@ import pytest
 from configs import default
 from semrl_jax import data
 from semrl_jax.data.tokenizer import CHARACTERS
-from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.runs import train
-from semrl_jax.sampling.requests import Draw
-from semrl_jax.sampling.weights import Weights
-from semrl_jax.types import WeightVersion
 from tests.fixtures import make_scored, read_rows
-from tests.sampling.parts import sampler_of
+from tests.sampling.test_scoring import HereVerifier, sample_here
 
 
 def test_no_stop_string_or_word_is_set_by_default():
@@ -33,38 +26,18 @@ def test_no_stop_string_or_word_is_set_by_default():
 def test_a_call_and_the_graded_text_have_the_same_stop_strings(config, stop_strings):
     config.rollout.stop_token_ids = (3, 12)
     config.rollout.stop_words = ("-", "<pad>", "1")
-    tokenizer, calls, graded = data.character_tokenizer(), [], []
+    tokenizer, calls, verifier = data.character_tokenizer(), [], HereVerifier()
     ids = tokenizer.encode("\\boxed{7}\nQ: 2\\boxed{9}")
     rollout = make_scored(response_ids=np.array(ids)).rollout
-
-    def generate(requests, sampling, states, **options):
-        calls.append(sampling)
-        return (found for found in [rollout])  # a generator: the sampler closes it
-
-    class Recording(VerifierPool):
-        def __init__(self):
-            pass
-
-        def submit(self, response, reference, columns):
-            graded.append(response)
-            verdict = concurrent.futures.Future()
-            verdict.set_result(Verdict(1.0, True, True, "7"))
-            return verdict
-
-    sampler = sampler_of(
-        weights=Weights(0, lambda: iter(()), False, WeightVersion("run", "attempt", 0, "digest")),
-        config=config, tokenizer=tokenizer, end_token_ids=(1,),
-        verifier=Recording(),
-        client=types.SimpleNamespace(generate=generate, release=lambda: None),
-    )  # fmt: skip
-    options = {"temperature": 1.0, "arrived": lambda rollout: None, "stop_strings": stop_strings}
-    (scored,) = sampler.sample_here(Draw([], {0: "7"}, {}), **options)
+    (scored,) = sample_here(
+        config, tokenizer, [rollout], verifier, {0: "7"}, calls, stop_strings=stop_strings
+    )
     (sampling,) = calls
     assert sampling.stop_strings == stop_strings
     minus, one = tokenizer.convert_tokens_to_ids(["-", "1"])
     assert sampling.stop_token_ids == tuple(dict.fromkeys((3, 12, minus, 0, one)))
     text = "\\boxed{7}\n" if stop_strings else "\\boxed{7}\nQ: 2\\boxed{9}"
-    assert graded == [scored.response] == [text]
+    assert verifier.seen == [scored.response] == [text]
 
 
 @pytest.mark.slow

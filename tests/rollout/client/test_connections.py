@@ -1,4 +1,4 @@
-"""A client behind connections that are cut, slow, stopped or corrupt: nothing lost, nothing twice.
+"""A client behind connections that are cut, slow or corrupt: nothing lost, nothing twice.
 
 Bytes pass a proxy. On plain TCP, a changed byte of a response would not be noticed: other addresses
 than loopback need TLS, whose checks end the connection.

@@ -31,12 +31,7 @@ def environment(**variables):
 
 
 class ReplicaProcess:
-    """`launch.rollout --engine=vllm` on a free port; a thread reads its output.
-
-    Attributes:
-      lines: of stdout and stderr, so far.
-      pid: of the replica's main process.
-    """
+    """`launch.rollout --engine=vllm` on a free port; a thread reads its `lines` of output."""
 
     def __init__(self, model_path, *flags, launcher=LAUNCHER, variables=None):
         self.lines = []

@@ -193,35 +193,28 @@ def test_specs_round_trip_in_the_senders_order():
     assert codec.decode_specs(codec.encode_specs(sent), SPECS) == sent
 
 
+@pytest.mark.parametrize("with_prompt", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 300, 585])  # 585 x 3584 bfloat16 is 4 chunks
-def test_large_states_travel_in_chunks(num_tokens):
-    bits = np.random.default_rng(0).integers(0, 2**16, (num_tokens, 1, 3584), np.uint16)
-    states = bits.view(ml_dtypes.bfloat16)
-    rollout = make_rollout(num_tokens, states, response_ids=np.zeros(num_tokens, np.int32))
-    messages = [wire(message) for message in codec.encode_rollout(rollout)]
-    num_chunks = -(-states.nbytes // codec.CHUNK_BYTES) if num_tokens > 1 else 0
-    assert len(messages) == 1 + num_chunks
-    assert max(len(m.state_chunk.data) for m in messages) <= codec.CHUNK_BYTES
-    (decoded,) = decode(make_call(1000, HiddenStateParams((0,))), rollout)
-    assert_same(decoded, rollout)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 300])
-def test_large_states_of_prompts_follow_those_of_the_response(num_tokens):
+def test_large_states_travel_in_chunks(num_tokens, with_prompt):
     rng = np.random.default_rng(0)
 
     def states(count):
         return rng.integers(0, 2**16, (count, 1, 3584), np.uint16).view(ml_dtypes.bfloat16)
 
     prompt_ids = np.arange(200, dtype=np.int32) % 101
+    arrays = [states(num_tokens), states(200) if with_prompt else None]  # these are 2 chunks
     rollout = make_rollout(
         num_tokens,
-        states(num_tokens),
+        arrays[0],
         response_ids=np.zeros(num_tokens, np.int32),
         prompt_ids=prompt_ids,
-        prompt_states=states(200),
+        prompt_states=arrays[1],
     )
-    call = make_call(1000, HiddenStateParams((0,), kinds=("prefill", "decode")))
+    messages = [wire(message) for message in codec.encode_rollout(rollout)]
+    sizes = [x.nbytes for x in arrays if x is not None and len(x) > 1]
+    assert len(messages) == 1 + sum(-(-size // codec.CHUNK_BYTES) for size in sizes)
+    assert max(len(m.state_chunk.data) for m in messages) <= codec.CHUNK_BYTES
+    call = make_call(1000, HiddenStateParams((0,), kinds=("prefill", "decode")[not with_prompt :]))
     requests = [dataclasses.replace(r, prompt_ids=prompt_ids) for r in call.requests]
     (decoded,) = decode(call._replace(requests=tuple(requests)), rollout)
     assert_same(decoded, rollout)
