@@ -60,43 +60,29 @@ State = dict[str, Any]  # a pytree of arrays
 
 
 class Needs(NamedTuple):
-    """What an algorithm needs in addition to the policy's own log-probabilities.
+    """What an algorithm needs in addition to the policy's own log-probabilities."""
 
-    Attributes:
-      groups: at least two responses per prompt.
-      old_logprobs: for the loss, log-probabilities of the policy at the start of the update.
-      reference: for the loss, log-probabilities of the frozen reference.
-      sequence_ids: which sequence of its row each token belongs to, for the loss.
-      values: a critic's value of each token; the critic is trained together with the policy.
-      state: something that is kept from step to step.
-      early_old_logprobs, early_reference: the same log-probabilities in `Passes`, for the
-        advantages, returns or state. They cost a pass before the update, which otherwise computes
-        them itself.
-      turn_rewards: rewards of turns, at the last token of each, see `turns.placed_rewards`.
-    """
-
-    groups: bool = False
+    groups: bool = False  # at least two responses per prompt
+    # For the loss, log-probabilities of the policy at the start of the update, or of the frozen
+    # reference; and which sequence of its row each token belongs to.
     old_logprobs: bool = False
     reference: bool = False
     sequence_ids: bool = False
-    values: bool = False
-    state: bool = False
+    values: bool = False  # a critic's, of each token; it is trained together with the policy
+    state: bool = False  # something that is kept from step to step
+    # The log-probabilities in `Passes`, for the advantages, returns or state. They cost a pass
+    # before the update, which otherwise computes them itself.
     early_old_logprobs: bool = False
     early_reference: bool = False
-    turn_rewards: bool = False
+    turn_rewards: bool = False  # at the last token of each turn, see `placed_rewards`
 
 
 class Passes(NamedTuple):
-    """Results of the forward passes before the update, float32; None if not needed.
+    """Results of the forward passes before the update, float32; None if not needed."""
 
-    Attributes:
-      old_logprobs, ref_logprobs: nats.
-      values: of the critic before each token, in the unit of the rewards.
-    """
-
-    old_logprobs: Float[Array, "B T"] | None = None
+    old_logprobs: Float[Array, "B T"] | None = None  # nats
     ref_logprobs: Float[Array, "B T"] | None = None
-    values: Float[Array, "B T"] | None = None
+    values: Float[Array, "B T"] | None = None  # before each token, in the unit of the rewards
 
 
 @dataclasses.dataclass(frozen=True)

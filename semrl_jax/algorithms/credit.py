@@ -65,21 +65,15 @@ class Memory(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """What the update trains on.
+    """What the update trains on."""
 
-    Attributes:
-      advantages: float32, shaped, with importance weights; 0.0 on masked-out tokens.
-      returns: what the critic learns, without the bonus; None without a critic.
-      response_mask: True on tokens that are trained on; None: on all tokens that count.
-      scalars: float32, by log key.
-      memory: the memory that the next step starts with.
-    """
-
+    # Float32, shaped, with importance weights; 0.0 on masked-out tokens.
     advantages: Float[Array, "B T"]
-    returns: Float[Array, "B T"] | None = None
+    returns: Float[Array, "B T"] | None = None  # what a critic learns, without the bonus
+    # True on tokens that are trained on; None: on all tokens that count.
     response_mask: Bool[Array, "B T"] | None = None
-    scalars: dict[str, Float[Array, ""]] = {}  # noqa: RUF012 - never changed
-    memory: Memory | None = None
+    scalars: dict[str, Float[Array, ""]] = {}  # noqa: RUF012 - never changed; by log key
+    memory: Memory | None = None  # that the next step starts with
 
 
 @functools.partial(jax.jit, static_argnames="rules")

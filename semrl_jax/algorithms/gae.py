@@ -29,8 +29,7 @@ def generalized_advantages(
       ends: where gamma and gae_lambda act, between this token and the next; elsewhere they are 1.
         None: at every token.
 
-    Returns:
-      Float32 advantages (not whitened) and returns, 0.0 on masked-out tokens, without gradient.
+    Returns advantages (not whitened) and returns, float32, 0.0 on masked-out tokens, no gradient.
 
     Source: arXiv:1506.02438, Eq. 16. The reference implementation includes the critic's value at
     the first padding token, which biases lambda < 1.

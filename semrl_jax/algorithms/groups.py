@@ -25,11 +25,8 @@ def group_relative_advantages(
       epsilon: keeps the quotient finite; same unit as the rewards.
       lengths: as in `by_size`.
 
-    Returns:
-      Float32 advantages, dimensionless, without gradient; 0.0 throughout a group of equal rewards.
-
-    Raises:
-      ValueError: if the group size G is below 2.
+    Returns float32 advantages, dimensionless, without gradient; 0.0 throughout a group of equal
+    rewards. Raises ValueError if the group size G is below 2.
 
     Source: arXiv:2402.03300, Sec. 4.1.2. The paper leaves the estimator of the standard deviation
     open; this takes the sample one (G - 1), as the reference implementation does. The latter also

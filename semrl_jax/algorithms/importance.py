@@ -37,22 +37,17 @@ def importance_weights(
     "total_variation" is no importance weight: the weight is 1 inside the bounds.
 
     Args:
-      old_logprobs: nats.
-      rollout_logprobs: nats, as the engine reported. It must have sampled from the whole
-        vocabulary, without top-p or top-k.
+      old_logprobs, rollout_logprobs: nats; the engine must have sampled from the whole vocabulary.
       response_mask: True on tokens that count; elsewhere both arrays may hold anything.
-      level: one of IMPORTANCE_LEVELS. "token" has a small variance and a bias, because it takes the
-        earlier tokens as sampled; "sequence" has no bias, but weights that vary widely.
-      outside: one of IMPORTANCE_OUTSIDE; "mask" with the two levels without a weight.
-      floor, cap: bounds of the statistic.
+      level: "token" has a small variance and a bias, because it takes the earlier tokens as
+        sampled; "sequence" has no bias, but weights that vary widely.
 
     Returns:
       Float32 weights, 1.0 on masked-out tokens and where engine and policy agree; and the share of
       counted tokens outside the bounds. Neither has a gradient. A weight is NaN if a
       log-probability that counts is not finite: the update is then skipped and counted.
 
-    Raises:
-      ValueError: for settings that `check_importance` refuses.
+    Raises ValueError for settings that `check_importance` refuses.
 
     Source: truncation by token: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training" (fengyao.notion.site/off-policy-rl), cap 2; masks by token: "IcePop",

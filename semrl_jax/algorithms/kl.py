@@ -25,12 +25,8 @@ def kl_estimate(
     "mse", whose mean over sampled tokens is the gradient of the KL.
 
     Args:
-      logprobs: nats, computed in float32; the gradient flows through the estimate.
-      ref_logprobs: nats.
-      estimator: one of KL_ESTIMATORS.
-
-    Raises:
-      ValueError: for another estimator.
+      logprobs, ref_logprobs: nats, computed in float32; the gradient flows through the estimate.
+      estimator: one of KL_ESTIMATORS; ValueError for another one.
 
     Source: Schulman, "Approximating KL divergence", 2020; the limit of 10 is the reference
     implementation's.
@@ -72,9 +68,8 @@ def penalised_rewards(
       coefficient: nats to reward, fixed or from `update_kl_coefficient`.
       estimator: one of KL_ESTIMATORS.
 
-    Returns:
-      Float32 rewards, 0.0 on masked-out tokens, and the mean KL over valid tokens in nats, 0.0 if
-      there are none. Neither has a gradient.
+    Returns float32 rewards, 0.0 on masked-out tokens, and the mean KL over valid tokens in nats,
+    0.0 if there are none. Neither has a gradient.
     """
     old = jnp.where(response_mask, old_logprobs.astype(jnp.float32), 0.0)
     reference = jnp.where(response_mask, ref_logprobs.astype(jnp.float32), 0.0)
@@ -99,10 +94,8 @@ def update_kl_coefficient(
 
     Args:
       coefficient: before this batch, not negative.
-      kl: mean over the batch in nats.
-      target: nats, above 0.
+      kl, target: mean over the batch in nats, and its target, above 0.
       horizon: responses over which the coefficient may change by a fifth, at least num_responses.
-      num_responses: in this batch.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, Sec. 2.2.
     """

@@ -48,20 +48,18 @@ def token_weights(
         mask, into micro-batches.
       aggregation: "token_mean": all tokens have the same weight; "response_mean": all responses
         with a token have the same weight, divided equally among its tokens; "constant_length":
-        every token has the weight 1 / (B * constant_length), so that neither the length of its own
-        response nor those of others matter.
+        every token has the weight 1 / (B * constant_length), so that no length matters.
       constant_length: tokens, usually the limit of a response; used by that aggregation alone.
 
     Returns:
       Float32, 0.0 on masked-out tokens. Their sum is 1.0 (0.0 if no token counts), under
       "constant_length" the mean length over `constant_length`.
 
-    Raises:
-      ValueError: for another aggregation, or a constant_length below 1 where it is used.
+    Raises ValueError for another aggregation, or a constant_length below 1 where it is used.
 
-    Source: "constant_length" is that of Dr. GRPO, arXiv:2503.20783. The reference
-    implementation averages over the tokens of each micro-batch, then over micro-batches; with
-    micro-batches of one response that is "response_mean".
+    Source: "constant_length" is that of Dr. GRPO, arXiv:2503.20783. The reference implementation
+    averages over the tokens of each micro-batch, then over micro-batches; with micro-batches of one
+    response that is "response_mean".
     """
     mask = response_mask.astype(jnp.float32)
     if aggregation == "token_mean":
@@ -122,8 +120,6 @@ def policy_loss(
         anything in the other arrays.
       sequence_ids: for a surrogate of whole responses; see `sum_over_sequences`.
       surrogate: one of SURROGATES, computed in float32; `bounds`: its settings.
-      kl_coefficient, entropy_coefficient: not negative.
-      kl_estimator: see `kl_estimate`.
 
     Returns:
       Float32 loss, and scalars to be summed over micro-batches like it: `policy/loss`,
@@ -131,8 +127,7 @@ def policy_loss(
       changed), `policy/entropy`, with old_logprobs `policy/approx_kl` (of old_logprobs - logprobs)
       and, with ref_logprobs, `policy/kl`; in nats, without gradient.
 
-    Raises:
-      ValueError: for an unknown surrogate or estimator, or if an array that is needed is None.
+    Raises ValueError for an unknown surrogate or estimator, or if an array that is needed is None.
     """
     if surrogate not in SURROGATES:
         raise ValueError(

@@ -51,12 +51,7 @@ class Bounds:
 
 
 class Surrogate(NamedTuple):
-    """A surrogate and the arrays that it needs.
-
-    Attributes:
-      loss: from (tokens, bounds) to terms.
-      old_logprobs, sequence_ids: whether it reads these arrays of `Tokens`.
-    """
+    """A surrogate, and which arrays of `Tokens` it reads."""
 
     loss: Callable[[Tokens, Bounds], Terms]
     old_logprobs: bool = True
@@ -77,8 +72,7 @@ def sum_over_sequences(
       sequence_ids: number of each token's sequence in its row, from 1 to at most U; 0 at padding,
         where `values` may hold anything. For padded rows, the response mask as int32.
 
-    Returns:
-      Float32; 0.0 at padding. No sum crosses rows, so rows on several devices need no exchange.
+    Returns float32; 0.0 at padding. No sum crosses rows, so devices exchange nothing.
     """
     mask = sequence_ids > 0
     values = jnp.where(mask, values.astype(jnp.float32), 0.0)

@@ -31,15 +31,13 @@ def value_loss(
     0.5 * sum_t weight_t max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
     Args:
-      values: of the critic now, with gradient.
-      old_values: of the critic at the start of the update.
+      values, old_values: of the critic now, with gradient, and at the start of the update.
       returns: targets, unshaped.
       weights: as in `policy_loss`; tokens of weight 0 may hold anything in the other arrays.
       clip: largest change of a value that can reduce the error, above 0; same unit as the values.
 
-    Returns:
-      Float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens where the
-      clipped error is larger) and `critic/predicted_value`, their mean.
+    Returns float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens
+    where the clipped error is larger) and `critic/predicted_value`, their mean.
     """
     mask = weights > 0
     values, old_values, returns = (

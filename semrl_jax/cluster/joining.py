@@ -45,15 +45,13 @@ def join(
     cluster's own network may reach the port. A coordinator on loopback binds loopback.
 
     Args:
-      place: from `find_place`.
       connect_timeout_s: for all processes to arrive, counted from this process's call.
       heartbeat_timeout_s: after this silence of a process, JAX aborts all others.
       announce: takes one line about a wait, every 10 s.
 
-    Raises:
-      UserError: process 0 cannot be reached, its port cannot be used, or processes are late,
-        arrived twice, or expect another number of processes; or a user's module has made a backend.
-      RuntimeError: this process has joined already.
+    UserError: process 0 cannot be reached, its port cannot be used, or processes are late, arrived
+    twice, or expect another number of processes; or a user's module has made a backend.
+    RuntimeError: this process has joined already.
     """
     if place.num_processes == 1:
         return

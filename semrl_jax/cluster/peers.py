@@ -42,22 +42,18 @@ class Peers:
     If a process is lost (killed, stopped, disconnected, or in one phase for longer than
     `phase_timeout_s`), all others end with EXIT_PEER_LOST and one line on stderr that names it.
 
+    `on_stop` is called, from another thread, when another process calls `stop_all`.
+
     Args:
       index: of this process; process 0 listens.
       count: number of processes; with 1 there are no connections.
       listener: in process 0 only.
       address, key: where process 0 listens, and the secret of this run.
-      connect_timeout_s: for all others to connect to process 0.
+      connect_timeout_s: for all others to connect to process 0; UserError in every process if not.
       heartbeat_timeout_s: a process that sends nothing for this long is lost.
       phase_timeout_s: limit of a wait in `gather`, and of one phase of a process, for example when
         a device hangs in a program of all processes.
       progress: takes one line about a wait, in process 0, every `progress_every_s`.
-
-    Attributes:
-      on_stop: called, from another thread, when another process calls `stop_all`.
-
-    Raises:
-      UserError: in every process, if not all connect to process 0 in time.
     """
 
     def __init__(

@@ -31,22 +31,18 @@ Message = dict[str, str]  # "role" and "content"
 
 
 class Turn(NamedTuple):
-    """How an environment answers a message of the policy.
+    """How an environment answers a message of the policy."""
 
-    Attributes:
-      messages: for the policy, each with role and content; a text is one message of the user. Not
-        read if the episode is over.
-      reward: of the message that is answered. A list is added to the rewards of the last turns,
-        this one last: the end of a game decides about earlier moves too. A mapping has verdicts by
-        name: the reward is their sum with the environment's `weights`.
-      done: whether the episode is over.
-      is_own: whether the policy's next message is trained on. If not, the policy plays an opponent:
-        the message is context, and its reward goes to the last message that is trained on.
-    """
-
+    # For the policy, each with role and content; a text is one message of the user. Not read if the
+    # episode is over.
     messages: str | Sequence[Mapping[str, str]] = ()
+    # For the message that is answered. A list is added to the rewards of the last turns, this one
+    # last: the end of a game decides about earlier moves too. A mapping has verdicts by name: the
+    # reward is their sum with the environment's `weights`.
     reward: float | Sequence[float] | Mapping[str, float] = 0.0
-    done: bool = False
+    done: bool = False  # whether the episode is over
+    # Whether the policy's next message is trained on. If not, the policy plays an opponent: the
+    # message is context, and its reward goes to the last message that is trained on.
     is_own: bool = True
 
 

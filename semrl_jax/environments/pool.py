@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import itertools
@@ -67,28 +66,15 @@ class Opening(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What an environment answered.
-
-    Attributes:
-      error: "" or why it did not, beginning with its kind: "timeout", "crash", "exception" (it
-        raised) or "invalid" (it returned garbage); the turn is then done.
-      seconds: that the call took.
-      verdicts: by name, if the environment gave several; the turn has their weighted sum.
-    """
+    """What an environment answered."""
 
     turn: Turn
+    # Why it did not, beginning with its kind: "timeout", "crash", "exception" (it raised) or
+    # "invalid" (it returned garbage); the turn is then done.
     error: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # that the call took
+    # If the environment gave several, by name; the turn has their weighted sum.
     verdicts: Mapping[str, float] = MappingProxyType({})
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The fields of `config.environment` with these names."""
-
-    max_observation_chars: int
-    timeout_s: float
-    memory_limit_gib: float
 
 
 class EnvironmentPool:
@@ -107,7 +93,7 @@ class EnvironmentPool:
         check(options)
         self.name = options["name"]
         self.named = named(self.name)
-        self.limits = Limits(**{f.name: options[f.name] for f in dataclasses.fields(Limits)})
+        self.limits = Settings(**options)
         self._about: Mapping[str, Any] = {}  # the environment; see worker.py
         self._form, self._form_name = choose_format(None), options["tool_format"]
         self._lock = threading.Lock()  # guards all below

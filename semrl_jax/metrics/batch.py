@@ -59,8 +59,7 @@ def hidden_state_metrics(
       `Metric.min_tokens` tokens on, velocity from two windows, acceleration from three. Nothing is
       valid in a response with a non-finite row under the mask. Invalid values are 0.0.
 
-    Raises:
-      ValueError: for a wrong rank, shape, dtype, stride, window, name, method or order.
+    Raises ValueError for a wrong rank, shape, dtype, stride, window, name, method or order.
     """
     axes = "[B, T, D], one layer of a batch: add an axis to one response"
     check_states(hidden_states, response_mask, axes=axes)
@@ -154,9 +153,8 @@ def dataset_metrics(
         order. Velocity and acceleration depend on the order. A row that is not finite does not
         count.
 
-    Returns:
-      Float32 and bool scalars: the value over all rows, velocity and acceleration over growing
-      prefixes of them. `MetricKey.dataset_label` is their log key.
+    Returns float32 and bool scalars: the value over all rows, velocity and acceleration over
+    growing prefixes of them. `MetricKey.dataset_label` is their log key.
     """
     states = jnp.asarray(mean_states)
     mask = jnp.ones(states.shape[:-1], bool)

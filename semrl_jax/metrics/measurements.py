@@ -16,18 +16,13 @@ _LABEL = re.compile(r"(?:layer_(\d{1,6})/)?(.+?)(?:_(velocity|acceleration))?")
 
 
 class MetricKey(NamedTuple):
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-      name: of a metric, or an indicator of tokens such as "avg_log_probs", in the final layer.
-      order: "value", "velocity" or "acceleration"; "series" of the values of all prefixes, which
-        are not a number and have no label.
-      layer: -1 is the final layer after the final norm; i is the input of layer i.
-    """
-
-    name: str
+    name: str  # of a metric, or an indicator of tokens such as "avg_log_probs", in the final layer
+    # "value", "velocity", "acceleration", or "series": the values of all prefixes, which are not a
+    # number and have no label.
     order: str = "value"
-    layer: int = FINAL_LAYER
+    layer: int = FINAL_LAYER  # -1: the final layer after the final norm; i: the input of layer i
 
     @property
     def label(self) -> str:
@@ -52,15 +47,11 @@ class MetricKey(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """One metric in one order.
+    """One metric in one order."""
 
-    Attributes:
-      value: float32 array, or float of one response on the host. 0.0 where not valid.
-      valid: bool array of the same shape, or bool. False where the response is too short for this
-        metric and order, or not finite.
-    """
-
-    value: Any
+    value: Any  # float32 array, or float of one response on the host; 0.0 where not valid
+    # Bool array of the same shape, or bool. False where the response is too short for this metric
+    # and order, or not finite.
     valid: Any
 
 

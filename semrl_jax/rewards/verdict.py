@@ -15,23 +15,16 @@ ZERO_OR_ONE = ("benchmark", "gsm8k_flexible", "gsm8k_strict", "math_text", "reas
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a verifier for one response.
+    """The result of a verifier for one response."""
 
-    Attributes:
-      score: the reward, from -MAX_SCORE to MAX_SCORE.
-      correct: whether the answer is right; the score also depends on the format.
-      boxed: whether the response has a complete box (see `has_complete_box`).
-      extracted: the answer found in the response; None if there is none or the verifier failed.
-      error: "" or what went wrong, beginning with its kind: "timeout", "crash", "too_long",
-        "exception: ..." (the verifier raised), "invalid: ..." (it returned no verdict).
-      parts: with several functions or verdicts, the score of each by its name, without its weight.
-    """
-
-    score: float
-    correct: bool
-    boxed: bool
-    extracted: str | None
+    score: float  # the reward, from -MAX_SCORE to MAX_SCORE
+    correct: bool  # whether the answer is right; the score also depends on the format
+    boxed: bool  # whether the response has a complete box (see `has_complete_box`)
+    extracted: str | None  # the answer; None if there is none or the verifier failed
+    # "" or what went wrong, beginning with its kind: "timeout", "crash", "too_long",
+    # "exception: ..." (the verifier raised), "invalid: ..." (it returned no verdict).
     error: str = ""
+    # With several functions or verdicts, the score of each by its name, without its weight.
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -42,25 +35,19 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class VerifierSettings:
-    """What a verifier worker gets when it starts; `VerifierPool` checks it.
+    """What a verifier worker gets when it starts; `VerifierPool` checks it."""
 
-    Attributes:
-      mode: "independent" scores correctness and the box, "mix" only correctness.
-      unboxed_penalty: score of a wrong, unboxed response in mode "independent".
-      function: "package.module:name" of a user's verifier, called as name(response, reference) or
-        name(response, reference, row), see `function`; or the name of a module of `verifiers`; ""
-        is "math".
-      failure_score: score of a response for which a user's verifier raised, hung, crashed or
-        returned no verdict. If a built-in verifier fails, the response is wrong: `mode` gives the
-        score, but those of `ZERO_OR_ONE` score 0.
-      memory_limit_gib: address space of a worker; 0 is no limit.
-    """
-
+    # "independent" scores correctness and the box, "mix" only correctness.
     mode: str = "independent"
-    unboxed_penalty: float = -1.0
+    unboxed_penalty: float = -1.0  # score of a wrong, unboxed response in mode "independent"
+    # "package.module:name" of a user's verifier, called as name(response, reference) or
+    # name(response, reference, row), see `function`; or a module of `verifiers`; "" is "math".
     function: str = ""
+    # Score of a response for which a user's verifier raised, hung, crashed or returned no verdict.
+    # If a built-in verifier fails, the response is wrong: `mode` gives the score, but those of
+    # `ZERO_OR_ONE` score 0.
     failure_score: float = 0.0
-    memory_limit_gib: float = 2.0
+    memory_limit_gib: float = 2.0  # address space of a worker; 0 is no limit
 
     @property
     def is_users(self) -> bool:

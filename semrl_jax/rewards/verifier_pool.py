@@ -68,9 +68,7 @@ class VerifierPool:
         of the settings.
       settings: the fields of `VerifierSettings`.
 
-    Raises:
-      UserError: if a value is out of range, or, on entering the context, if `function` cannot be
-        imported.
+    UserError: a value is out of range, or, on entering the context, `function` cannot be imported.
     """
 
     def __init__(

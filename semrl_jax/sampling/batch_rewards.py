@@ -67,8 +67,7 @@ def overlong_penalty(
       limit: tokens at which a response is cut off.
       buffer: tokens below the limit in which the penalty grows from 0 to 1; above 0.
 
-    Returns:
-      Float32 from -1.0 to 0.0, in the unit of the rewards.
+    Returns float32 from -1.0 to 0.0, in the unit of the rewards.
 
     Source: arXiv:2503.14476 (DAPO), Eq. 13; there the limit is 20480 and the buffer 4096.
     """

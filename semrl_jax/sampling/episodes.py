@@ -38,17 +38,15 @@ class Episodes(Protocol):
     What it returns follows from the draw and the answers of the policy, and not from time. Nothing
     is kept from one call of `play` to the next, except answers of environments: a run that was
     killed plays all episodes of its batch again, from their prompts.
-
-    Attributes:
-      is_divisible: whether the tokens of a response may be asked for in parts of any length, each
-        continued from the tokens before. `in_parts.InParts` does this in place of `play`.
-      counters: events so far, by the name that follows `episode/` in the log.
     """
 
+    # Whether the tokens of a response may be asked for in parts of any length, each continued from
+    # the tokens before. `in_parts.InParts` does this in place of `play`.
     is_divisible: bool
 
     @property
-    def counters(self) -> Mapping[str, int]: ...
+    def counters(self) -> Mapping[str, int]:
+        """Events so far, by the name that follows `episode/` in the log."""
 
     def play(self, draw: Draw, ask: Ask, clock: Clock) -> Iterator[Rollout]:
         """A generator of one rollout per request of the draw, as each ends.

@@ -54,21 +54,16 @@ class MultiTurn:
     waits for all its answers and asks in the order of the draw. Time decides only in what order
     episodes of one call end, which no result depends on. The exceptions are a call of the
     environment beyond `environment.timeout_s`, and an environment that keeps no promise.
-
-    Attributes:
-      turns: by name of the environment, whose tools the chat template may describe.
-      end_token_ids: tokens that end a message; they are no part of its text.
-      max_open: None: no limit.
     """
 
     environments: EnvironmentPools
-    turns: Mapping[str, ChatTurns]
+    turns: Mapping[str, ChatTurns]  # by environment, whose tools the chat template may describe
     tokenizer: Any
-    end_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]  # tokens that end a message; they are no part of its text
     max_turns: int
     max_tokens: int
     num_lanes: int = 1
-    max_open: int | None = None
+    max_open: int | None = None  # None: no limit
 
     is_divisible = False
 

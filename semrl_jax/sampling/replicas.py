@@ -53,8 +53,7 @@ def open_client(
       place: (i, n): this is number i of the n sampling processes; it uses every n-th address.
       num_problems: requests of one evaluation, over all processes.
 
-    Raises:
-      UserError: if a replica cannot be used for this run.
+    UserError: a replica cannot be used for this run.
     """
     rollout = config.rollout
 

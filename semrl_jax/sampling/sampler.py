@@ -28,23 +28,16 @@ class Sampler:
 
     With several processes, each process in `sampling` samples its share of the groups. Every
     process gets all responses. Hidden states stay in the process that sampled them.
-
-    Attributes:
-      sync: of the weights; it has the replicas, and the connection to the other processes.
-      verifier: None: every call of `sample` names one.
-      sampling: the processes that sample.
-      episodes: how one response comes about.
-      weights: those that were sent last; None before.
     """
 
     config: ml_collections.ConfigDict
     tokenizer: Any
     end_token_ids: tuple[int, ...]
-    sync: WeightSync
-    verifier: VerifierPool | None = None
-    sampling: tuple[int, ...] = (0,)
+    sync: WeightSync  # it has the replicas, and the connection to the other processes
+    verifier: VerifierPool | None = None  # None: every call of `sample` names one
+    sampling: tuple[int, ...] = (0,)  # the processes that sample
     episodes: Episodes = SingleTurn()  # noqa: RUF009 - has no state
-    weights: Weights | None = None
+    weights: Weights | None = None  # those that were sent last
 
     def send(self, weights: Weights) -> None:
         """Gives weights to every replica, in all processes; later calls sample with these."""
@@ -73,8 +66,7 @@ class Sampler:
           columns: row of the prompt by group, see `data.PromptExample`; None: no prompt has one.
           options: see `sample_here`.
 
-        Raises:
-          RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
+        RuntimeError: all attempts together take longer than `rollout.call_timeout_s`.
         """
         mine = own_requests(requests, self.sampling, self.sync.peers.index)
         own = Draw(mine, references, columns or {}, self.weights.step)

@@ -154,10 +154,8 @@ def send_together(
         None in a process that does not sample, which only takes part in the gathering.
       arrays: advancing this iterator gathers the next tensor over all processes.
 
-    Raises:
-      Retry: if no replica of this process took the weights.
-      Preempted: after a signal, which also ends a wait for a replica at once.
-      Exception: as `RolloutClient.sync_weights`.
+    Retry: no replica of this process took the weights. Preempted: after a signal, which also ends a
+    wait for a replica at once. Other errors are those of `RolloutClient.sync_weights`.
     """
     arrays = iter(arrays)
     agreed = reading = False

@@ -34,24 +34,15 @@ class Signal(NamedTuple):
     """The signal of each response and its parts.
 
     I is the number of indicators, K the number of baselines, see `ShapingState`.
-
-    Attributes:
-      phi: float32, signed, eta included; 0.0 if not valid or not active.
-      valid: responses that have all used indicators.
-      active: whether there are baselines. Without them no response has a signal.
-      beta: float32 in [0, 1]; 0.5 with mixing='half', 0.0 with 'sum'.
-      deviations: float32 in [-5, 5], 0.0 where not compared.
-      weights: float32 w of each response.
-      compared: valid responses that have the indicator, if it has a baseline.
     """
 
-    phi: Float[Array, " B"]
-    valid: Bool[Array, " B"]
-    active: Bool[Array, ""]
-    beta: Float[Array, " B"]
-    deviations: Float[Array, "K B"]
-    weights: Float[Array, "I B"]
-    compared: Bool[Array, "K B"]
+    phi: Float[Array, " B"]  # float32, signed, eta included; 0.0 if not valid or not active
+    valid: Bool[Array, " B"]  # responses that have all used indicators
+    active: Bool[Array, ""]  # whether there are baselines; without them no response has a signal
+    beta: Float[Array, " B"]  # float32 in [0, 1]; 0.5 with mixing='half', 0.0 with 'sum'
+    deviations: Float[Array, "K B"]  # float32 in [-5, 5], 0.0 where not compared
+    weights: Float[Array, "I B"]  # float32 w of each response
+    compared: Bool[Array, "K B"]  # valid responses that have the indicator, if it has a baseline
 
 
 def shape_advantages(
@@ -84,8 +75,7 @@ def shape_advantages(
       deviation over those with the indicator, `shaping/bonus/mean` over all response tokens, and
       `shaping/clipped_fraction/mean` over the tokens that may get a bonus.
 
-    Raises:
-      ValueError: for options out of their range, shapes that differ, or a metric that is missing.
+    Raises ValueError for wrong options, shapes that differ, or a metric that is missing.
 
     Source: arXiv:2509.23808. The reference implementation shapes the last token only, or none with
     its documented advantage-only setting. Here every token of the response is shaped.

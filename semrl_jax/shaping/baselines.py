@@ -18,22 +18,16 @@ class ShapingState(NamedTuple):
     """The state of the shaping: arrays only, saved in checkpoints like any other state.
 
     K counts the indicators and, after them, the guidance if it is not an indicator.
-
-    Attributes:
-      baseline: float32 EMA of the batch means of each indicator, in the unit of the indicator.
-      baseline_set: whether that EMA has had a batch mean.
-      pending: float32 mean of the last batch, used one step later with reproduce_release.
-      pending_set: whether there is such a mean.
-      reward_ema: float32 EMA of the mean raw reward, from 0.
-      num_updates: int32, number of steps.
     """
 
+    # Float32 EMA of the batch means of each indicator, in the unit of the indicator.
     baseline: Float[Array, " K"]
-    baseline_set: Bool[Array, " K"]
+    baseline_set: Bool[Array, " K"]  # whether it has had a batch mean
+    # Float32 mean of the last batch, used one step later with reproduce_release.
     pending: Float[Array, " K"]
-    pending_set: Bool[Array, " K"]
-    reward_ema: Float[Array, ""]
-    num_updates: Int[Array, ""]
+    pending_set: Bool[Array, " K"]  # whether there is such a mean
+    reward_ema: Float[Array, ""]  # float32 EMA of the mean raw reward, from 0
+    num_updates: Int[Array, ""]  # int32, number of steps
 
     def check(self, tracked: Sequence[str]) -> None:
         """Raises ValueError unless there is one baseline per indicator; runs while tracing only."""
@@ -76,13 +70,9 @@ def update_shaping_state(
         invalid values may hold anything.
       mean_reward: mean raw reward of the batch, for scale='performance'. None or a non-finite value
         leaves its EMA unchanged.
-      **options: fields of `ShapingOptions`, the same as for `shape_advantages`.
+      **options: fields of `ShapingOptions`, the same as for `shape_advantages`; it raises as there.
 
-    Returns:
-      The state of the next step. A baseline stays unchanged if no valid response has its indicator.
-
-    Raises:
-      ValueError: for options out of their range, shapes that differ, or a metric that is missing.
+    Returns the state of the next step. A baseline stays if no valid response has its indicator.
 
     Source: arXiv:2509.23808. The reference implementation starts at zero with a lag of two steps,
     so every deviation of the first shaped step is clipped.

@@ -30,6 +30,7 @@ class ShapingOptions:
     """All of `config.shaping`; the functions of this room take its fields as keywords.
 
     They are Python values, fixed while tracing. Each function uses the options it needs.
+    ValueError for a wrong value, with field, value, rule and way out.
 
     Attributes:
       target: what the signal is added to: "advantage"; "reward": the reward of the last token,
@@ -48,9 +49,6 @@ class ShapingOptions:
       indicators: labels of metrics, see `metrics.MetricKey.label`, no two equal.
       explore_weights, exploit_weights: one finite weight per indicator.
       guidance: the indicator the meta-controller reads; one of `indicators` or another.
-
-    Raises:
-      ValueError: with field, value, rule and way out.
     """
 
     target: str = setting(

@@ -48,9 +48,8 @@ def batch_order(
     Args:
       lengths: of the conversations, in tokens.
       num_steps: above 0, replaces `num_epochs`.
-      batch_size: conversations of a batch.
-      batch_tokens: above 0, replaces `batch_size`: a batch takes conversations up to this number of
-        tokens. At least the longest conversation.
+      batch_size: conversations of a batch. `batch_tokens` above 0 replaces it: a batch takes
+        conversations up to this number of tokens. The longest one must fit.
     """
     found: list[Int[np.ndarray, " _"]] = []
     batch: list[int] = []

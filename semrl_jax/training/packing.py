@@ -46,24 +46,15 @@ from semrl_jax.types import RolloutBatch
 
 
 class TokenRows(NamedTuple):
-    """What a forward pass and a loss read; int32, a pytree.
-
-    Attributes:
-      token_ids: 0 where padded.
-      positions: from 0 at the first prompt token of each sequence; 0 where padded.
-      segment_ids: of the sequences of a row, see `models.attention.BRANCHES`: i for sequence i =
-        1, 2, ... with a prompt of its own; 0 where padded.
-      response_ids: the response token of each slot; 0 in slots without one.
-      sources: the column of the state whose logits produced it; 0 in slots without one.
-      sequence_ids: 1, 2, ... for the sequences of a row that have slots; 0 in slots without a
-        token. A loss over whole sequences needs it, see `algorithms.sum_over_sequences`.
-    """
+    """What a forward pass and a loss read; int32, 0 where padded; a pytree."""
 
     token_ids: Int[Array, "M R S"]
-    positions: Int[Array, "M R S"]
+    positions: Int[Array, "M R S"]  # from 0 at the first prompt token of each sequence
+    # See `models.attention.BRANCHES`: i for sequence i = 1, 2, ... with a prompt of its own.
     segment_ids: Int[Array, "M R S"]
-    response_ids: Int[Array, "M R U"]
-    sources: Int[Array, "M R U"]
+    response_ids: Int[Array, "M R U"]  # the response token of each slot
+    sources: Int[Array, "M R U"]  # the column of the state whose logits produced it
+    # 1, 2, ... for the sequences of a row that have slots; see `algorithms.sum_over_sequences`.
     sequence_ids: Int[Array, "M R U"]
 
 

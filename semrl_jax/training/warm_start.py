@@ -86,8 +86,7 @@ def fit_demonstrations(
       seed: of the order of demonstrations.
       report: called with (step, loss in nats a token) after every step.
 
-    Raises:
-      UserError: if a loss or gradient is not finite.
+    Raises UserError if a loss or gradient is not finite.
     """
     optimizer = clipped(schedule(learning_rate, num_steps), **OPTIMIZER)
     trainee = Trainee(POLICY, optimizer, DemonstrationLoss(policy))

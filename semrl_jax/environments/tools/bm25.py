@@ -45,9 +45,8 @@ def search_tool(
       num_results: passages in an answer, at most. A passage without a word of the query is none.
       max_chars: of an answer. Every passage gets an equal part, and ends there with "...".
 
-    Raises:
-      UserError: if the corpus cannot be read, is larger than 256 MiB or has no word, or a value is
-        out of range.
+    Raises UserError if the corpus cannot be read, is larger than 256 MiB or has no word, or a value
+    is out of range.
     """
     if num_results < 1 or max_chars < 40 * num_results:
         raise UserError(

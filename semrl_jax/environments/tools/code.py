@@ -43,19 +43,16 @@ def python_tool(
     system's libraries. It can also learn whether another file exists, and its size and times.
 
     The same code gives the same answer, with fixed seeds of hashes and `random`, unless it uses the
-    time, addresses of objects, generators seeded by the system, or as much time as the limit. An
-    error of the kernel or a measurement of the machine's load is not prevented.
+    time, addresses of objects, generators seeded by the system, or as much time as the limit.
 
     Args:
-      cpu_s: seconds of CPU time of a call. At the limit, the tool raises TimeoutError.
-      timeout_s: seconds of a call, with its start and the time that it sleeps; the same error.
+      cpu_s, timeout_s: limits of a call in CPU time and in time, with its start; TimeoutError.
       memory_gib: of address space. The code gets a MemoryError.
       max_chars: after so many characters of output, the process is killed. The answer says so.
       hide_files: whether other files are hidden, which needs Landlock (Linux 5.13). If False, the
         code reads every file that this user can read.
 
-    Raises:
-      UserError: if a value is out of range, or the system cannot confine the code.
+    Raises UserError if a value is out of range, or the system cannot confine the code.
     """
     least = {"cpu_s": 1, "timeout_s": 0.1, "memory_gib": 0.125, "max_chars": 1}
     values = {

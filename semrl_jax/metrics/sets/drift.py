@@ -32,9 +32,8 @@ def drift(
       policy, reference: any real float dtype; rows outside the mask may hold anything.
       mask: True on tokens that count. A token where one of the two states is zero is left out.
 
-    Returns:
-      Both 0.0 if no token remains or a valid row is not finite. `linear_cka` is for models whose
-      bases differ.
+    Returns 0.0 twice if no token remains or a valid row is not finite. `linear_cka` is for models
+    whose bases differ.
     """
     check_states(policy, mask, fields=("policy", "mask"))
     check_states(reference, mask, fields=("reference", "mask"))

@@ -24,9 +24,8 @@ def elliptical_novelty(
         squares below 1 count as new: for another bound r, divide the features by sqrt(r).
       mask: True on responses that count.
 
-    Returns:
-      Float32 in [0, |x_g|^2], the upper end if all others are orthogonal to it; 0.0 outside the
-      mask, and throughout if a row under the mask is not finite.
+    Returns float32 in [0, |x_g|^2], the upper end if all others are orthogonal to it; 0.0 outside
+    the mask, and throughout if a row under the mask is not finite.
 
     Source: arXiv:2510.11686, reward type `leave_one_out` of its implementation, with ridge 1.
     """

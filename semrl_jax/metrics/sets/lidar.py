@@ -26,9 +26,8 @@ def lidar(states: Float[AnyArray, "C N D"], mask: Bool[AnyArray, "C N"]) -> Floa
         their members the states of the tokens. Members outside the mask may hold anything.
       mask: True on members that count. A class without any is left out.
 
-    Returns:
-      Float32 in [1, min(C - 1, D)]; 0.0 if fewer than two classes remain, if all their means are
-      equal, or if a member under the mask is not finite.
+    Returns float32 in [1, min(C - 1, D)]; 0.0 if fewer than two classes remain, if all their means
+    are equal, or if a member under the mask is not finite.
 
     Source: arXiv:2312.04000, whose classes are images and whose members are augmentations. The
     paper adds a constant to p against log 0, which is not needed here.

@@ -25,8 +25,7 @@ def linear_cka(
         layers; any real float dtype. Rows outside the mask may hold anything.
       mask: True on tokens that count.
 
-    Returns:
-      Float32 in [0, 1]; 0.0 if all rows of a set are equal or a valid row is not finite.
+    Returns float32 in [0, 1]; 0.0 if all rows of a set are equal or a valid row is not finite.
 
     Source: arXiv:1905.00414.
     """

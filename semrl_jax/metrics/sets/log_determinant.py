@@ -18,10 +18,9 @@ def log_determinant(
     It is the sum over the responses of log(1 + novelty against the ones before). Arguments and
     errors as of `elliptical_novelty`.
 
-    Returns:
-      Float32 nats, at least 0. For rows of length one it is at most G log 2, if all are
-      orthogonal, and log(1 + G) if all are equal; 0.0 without responses, or if a row under the mask
-      is not finite.
+    Returns float32 nats, at least 0. For rows of length one it is at most G log 2, if all are
+    orthogonal, and log(1 + G) if all are equal; 0.0 without responses, or if a row under the mask
+    is not finite.
 
     Source: determinantal point processes, arXiv:1207.6083; the identity is the elliptical potential
     of arXiv:1102.2670.

@@ -21,29 +21,22 @@ _SENTENCE = re.compile(r"[A-Z][a-z']*\s+[a-zA-Z']+")
 
 
 class Graded(NamedTuple):
-    """What the grader says of a response.
+    """What the grader says of a response."""
 
-    Attributes:
-      correct: whether the answer equals a reference.
-      boxed: whether the response has a complete box, see `has_complete_box`.
-      extracted: the answer that was found; None if there is none. For a choice these are the
-        letters, or what is in the box if that names none.
-      error: "too_long" if the answer has more than 4096 characters, else "".
-    """
-
-    correct: bool
-    boxed: bool
+    correct: bool  # whether the answer equals a reference
+    boxed: bool  # whether the response has a complete box, see `has_complete_box`
+    # The answer; None if there is none. For a choice, the letters, or what is in the box if that
+    # names none.
     extracted: str | None
-    error: str = ""
+    error: str = ""  # "too_long" if the answer has more than 4096 characters
 
 
 def grade(response: str, reference: str, row: Mapping[str, Any] | None = None) -> Graded:
     """Grades a response by its answer. Hostile text may run long: use the pool.
 
     Args:
-      response: response text without the prompt.
       reference: the right answer, LaTeX or text, without a box.
-      row: may have these keys, of the columns of the prompt:
+      row: may have these keys, of the columns of the prompt; ValueError for a wrong value:
         kind: "math" (the default), "number" (words around the only number of an answer do not
           count) or "choice" (the answer is a letter). If the reference is one capital letter, it
           may also be the letter of an option that the response names.
@@ -51,9 +44,6 @@ def grade(response: str, reference: str, row: Mapping[str, Any] | None = None) -
         choices: the texts of the options, in the order of the letters.
         references: further right answers, in addition to the reference.
         percent: true if numbers that differ by a factor of 100 are equal, see `numbers_equal`.
-
-    Raises:
-      ValueError: if a key of the row has a wrong value.
     """
     row = row or {}
     kind, references = _checked(row, reference)

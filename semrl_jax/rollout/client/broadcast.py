@@ -64,17 +64,15 @@ def send_weights(
       memory: for the replicas whose description says that they can read it. Renewed if one of
         them does not confirm the version, because it may then still read.
       deadline: in `time.monotonic()`.
-      ended: once set, the update is cancelled.
+      ended: once set, the update is cancelled, and `Ended` raised.
 
     Returns:
       The version that the other replicas serve, and the error of each replica that failed. None if
       all replicas failed before the last tensor was read.
 
-    Raises:
-      UserError, ValueError: the arrays do not fit the specs, or a replica refuses the weights
-        permanently. The update is then cancelled; replicas that had committed keep it.
-      RuntimeError: a replica found values that are not finite.
-      Ended: `ended` was set.
+    UserError or ValueError: the arrays do not fit the specs, or a replica refuses the weights
+    permanently. The update is then cancelled; replicas that had committed keep it. RuntimeError: a
+    replica found values that are not finite.
     """
     receivers: list[_Receiver] = []
     ended = ended or threading.Event()
@@ -137,15 +135,7 @@ def hand_over(
 
 
 class _Receiver:
-    """The update stream of one replica.
-
-    Attributes:
-      error: "" while the update goes on, or went well.
-      is_over: whether it failed or was confirmed.
-      call: of gRPC, which reads the queue in a thread, until it finds None.
-      reads_memory: whether the replica was told to read this process's memory.
-      is_confirmed: whether the replica serves the weights.
-    """
+    """The update stream of one replica."""
 
     def __init__(
         self,
@@ -156,8 +146,9 @@ class _Receiver:
         ended: threading.Event,
     ):
         self.replica = replica
-        self.error = ""
-        self.reads_memory = self.is_confirmed = False
+        self.error = ""  # while the update goes on, or if it went well
+        self.reads_memory = False  # whether the replica was told to read this process's memory
+        self.is_confirmed = False  # whether the replica serves the weights
         self._waits, self._all, self._ended = waits, all_receivers, ended
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         self._holding_s = 0.0  # in which the others waited for this one

@@ -32,8 +32,7 @@ class ChildReplica(contextlib.AbstractContextManager):
       progress: takes one line about a wait or a restart.
       awaited: the constructor returns once the child listens; else call `await_listening`.
 
-    Raises:
-      UserError: if the program does not exist, or the child ends or does not listen in time.
+    UserError: the program does not exist, or the child ends or does not listen in time.
     """
 
     def __init__(

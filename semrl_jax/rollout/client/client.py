@@ -199,14 +199,10 @@ class RolloutClient(contextlib.AbstractContextManager):
             each time that every replica has failed.
           step: part of the version; it may be lower than before.
 
-        Returns:
-          The version; every replica that was not set aside serves it.
-
-        Raises:
-          UserError: a replica belongs to another run, or refuses the token.
-          ValueError: the arrays do not fit the specs, or the specs do not fit the replica's model.
-          RuntimeError: no replica took the weights within `sync_timeout_s`, or the weights have a
-            value that is not finite.
+        Returns the version, which every replica that was not set aside serves. UserError: a replica
+        belongs to another run, or refuses the token. ValueError: the arrays do not fit the specs,
+        or the specs the replica's model. RuntimeError: no replica took the weights within
+        `sync_timeout_s`, or the weights have a value that is not finite.
         """
         with self._one_sync:  # the memory holds one set of weights
             self._specs = specs
@@ -274,8 +270,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         Args:
           requests: their sample ids must be unique.
           version: from `sync_weights`; tokens sampled with other weights are an error.
-          metrics: what the replicas measure; fills `metrics` and `mean_state` of the rollouts. The
-            hidden states need not be sent.
+          metrics: what the replicas measure; fills `metrics` and `mean_state` of the rollouts.
           groups_per_call: 0: every replica gets one call of an equal part.
           keep: see `GenerateCall.keep`; ends with `release`, or with the weights.
           resync: called if no replica serves `version` any more. It should call `sync_weights` with
@@ -284,11 +279,10 @@ class RolloutClient(contextlib.AbstractContextManager):
             get them again, in a thread that reads until the iterator ends or is closed, while
             others sample. None: they wait for the next sync.
 
-        Raises:
-          RuntimeError: the deadline passed, no replica serves `version`, a response was aborted for
-            the third time, an engine failed again and again, or a reply contradicts the request.
-          UserError, ValueError: a replica refuses the call permanently, or does not offer what it
-            asks for.
+        RuntimeError: the deadline passed, no replica serves `version`, a response was aborted for
+        the third time, an engine failed again and again, or a reply contradicts the request.
+        UserError or ValueError: a replica refuses the call permanently, or does not offer what it
+        asks for.
         """
         call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics, keep)
 

@@ -130,32 +130,21 @@ class Responses(abc.ABC):
 
 
 class Replica(abc.ABC):
-    """One replica as the client sees it.
-
-    Attributes:
-      address: host:port, or another unique name.
-      description: its last answer to Describe.
-      version: the weights it serves. None if unknown; it then gets no Generate call.
-      error: why the replica was set aside; "" if it is in use.
-      retry_at: the `time.monotonic()` before which it gets no call.
-      failed_at: the `time.monotonic()` at which it was last set aside.
-      answers: whether the last question for its description was answered.
-      is_leaving: it gets no further call.
-      heard_at: the `time.monotonic()` of its last message while it had more calls than it runs at
-        once: the others wait their turn.
-      answered: kinds of calls it has sent a response to; a first response may wait for compilation.
-      load: counts its calls; `Load` of its own unless one is given.
-    """
+    """One replica as the client sees it."""
 
     def __init__(self, address: str, load: Load | None = None):
-        self.address = address
-        self.description: ReplicaDescription | None = None
-        self.version: WeightVersion | None = None
-        self.error = ""
-        self.retry_at = self.failed_at = self.heard_at = 0.0
-        self.answers = True
-        self.is_leaving = False
+        self.address = address  # host:port, or another unique name
+        self.description: ReplicaDescription | None = None  # its last answer to Describe
+        self.version: WeightVersion | None = None  # unknown; it then gets no Generate call
+        self.error = ""  # why it was set aside, if it was
+        self.retry_at = 0.0  # in `time.monotonic()`; before it gets no call
+        self.failed_at = 0.0  # when it was last set aside
+        # When it last sent something while it had more calls than it runs at once: others wait.
+        self.heard_at = 0.0
+        self.answers = True  # the last question for its description
+        self.is_leaving = False  # it gets no further call
         self.load = load or Load()
+        # Kinds of calls that it has answered; a first response may wait for compilation.
         self.answered: set[tuple[SamplingParams, HiddenStateParams]] = set()
         self._num_failures = 0  # in a row
 

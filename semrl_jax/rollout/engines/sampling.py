@@ -51,8 +51,7 @@ def sampling_logits(
         top_p; 1 keeps all.
       kind: static, from `split_sampling`; "greedy" and "unmodified" change nothing.
 
-    Returns:
-      Float32 logits, -inf where a token cannot be sampled; at least one is finite.
+    Returns float32 logits, -inf where a token cannot be sampled; at least one is finite.
     """
     if kind in ("greedy", "unmodified"):
         return logits
@@ -89,15 +88,13 @@ def sample_tokens(
       logits: float32.
       keys: raw threefry key data, one key per response.
       token_index: index of the token in its response.
-      values: see `sampling_logits`.
-      kind: static; "greedy" takes the largest logit.
+      values, kind: see `sampling_logits`; "greedy" takes the largest logit.
       axis: of a mesh over which the vocabulary is split, inside a shard_map; V is then the part of
         this device, in whole blocks of `block_size`. Only for "unmodified" and "scaled".
 
-    Returns:
-      int32 token ids, their float32 log-probabilities (nats) under the sampling distribution, and
-      under the unmodified logits. Greedy sampling returns the second for both: under its own
-      distribution the log-probability is always 0.
+    Returns int32 token ids, their float32 log-probabilities (nats) under the sampling distribution,
+    and under the unmodified logits. Greedy sampling returns the second for both: under its own
+    distribution the log-probability is always 0.
     """
     if kind == "greedy":
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -88,12 +88,8 @@ class VllmModel:
 class VllmEngine(Engine):
     """vLLM's asynchronous engine. `start` starts its processes, on the server's event loop.
 
-    Attributes:
-      start_s: seconds that each part of `start` took, by name.
-
-    Raises:
-      UserError: if vLLM or the plugin is missing or not supported, or if the hidden states of
-        `max_num_seqs` responses do not fit into memory.
+    UserError: vLLM or the plugin is missing or not supported, or the hidden states of
+    `max_num_seqs` responses do not fit into memory.
     """
 
     def __init__(
@@ -104,7 +100,7 @@ class VllmEngine(Engine):
         max_prompt_tokens: int = 4096,
         max_response_tokens: int = 32_768,
     ):
-        self.start_s: dict[str, float] = {}
+        self.start_s: dict[str, float] = {}  # seconds that each part of `start` took, by name
         self._version_of_vllm = checked_version()
         self._model, self._settings = model, settings
         self._description = ReplicaDescription(

@@ -21,7 +21,7 @@ class Counts:
 
     responses: collections.Counter[str] = _counter(*FINISH_REASONS)  # noqa: RUF009 - that were sent
     response_tokens: int = 0  # of the policy, in these responses
-    # Of these responses, as the client's `token_bytes` and `state_bytes`.
+    # In these responses, as the client's `token_bytes` and `state_bytes`.
     sent_bytes: collections.Counter[str] = _counter("tokens", "states")  # noqa: RUF009
     aborts: int = 0  # Abort calls that ended running calls
     updates: collections.Counter[str] = _counter("committed", "failed")  # noqa: RUF009

@@ -102,10 +102,9 @@ async def serve(
     metrics_port: int = 0,
     metrics_host: str = "127.0.0.1",
 ) -> RolloutServer:
-    """Starts a server around an engine on the running event loop.
+    """Starts a server around an engine, which it closes, on the running event loop.
 
     Args:
-      engine: samples the responses; the server closes it.
       host: address to bind; any address other than loopback needs TLS.
       port: 0 takes a free port.
       tls_certificate, tls_key: PEM files, both or neither.
@@ -115,8 +114,7 @@ async def serve(
       metrics_port: of the counts for Prometheus; 0: none. They need no token.
       metrics_host: address to bind for them; any other than loopback needs the TLS files.
 
-    Raises:
-      UserError: the token, address, port or a TLS file cannot be used.
+    UserError: the token, address, port or a TLS file cannot be used.
     """
     interceptor = TokenInterceptor(token)
     check_place(host, port, tls_certificate, tls_key, metrics_port, metrics_host)

@@ -548,6 +548,10 @@ def test_programs_are_dropped_beyond_a_bound(policy, params, monkeypatch):
     def allocate(*, policy, rows, group, num_prompt_columns, columns):
         return jnp.zeros((rows * group, columns))
 
+    def prefill(call):
+        raise StopAsyncIteration
+
+    monkeypatch.setattr(decoding.DecodingCall, "_prefill", prefill)
     names = "policy", "rows", "group", "num_prompt_columns", "columns"
     monkeypatch.setattr(decoding, "MAX_PROGRAMS", 3)
     monkeypatch.setattr(decoding, "empty_slots", jax.jit(allocate, static_argnames=names))
@@ -556,7 +560,8 @@ def test_programs_are_dropped_beyond_a_bound(policy, params, monkeypatch):
     num_loaded = len(client.live_executables())
     sizes = []
     for limit in range(1, 9):
-        make_call(policy, params, make_requests(1, 1), SamplingParams(limit))._begin()
+        with pytest.raises(StopAsyncIteration):
+            make_call(policy, params, make_requests(1, 1), SamplingParams(limit)).step()
         sizes.append(decoding.empty_slots._cache_size())
     assert sizes == [1, 2, 3, 4, 1, 2, 3, 4]
     assert len(client.live_executables()) <= num_loaded + 4
