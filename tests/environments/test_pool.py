@@ -311,7 +311,7 @@ def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
         ),
         (
             {"name": f"{USERS}:OddVerdicts:weights=many"},
-            "weights has 103903 characters, .* at most 60000 are allowed, so give fewer",
+            "have 2 characters, and weights 103903; at most 60000 are allowed, so shorten",
         ),
         ({"name": f"{USERS}:NoWeights"}, r"\(\) cannot be made: ValueError: no weights"),
         ({"name": f"{USERS}:Undecided"}, r"\(\) cannot be made: ValueError: nobody knows"),
@@ -320,7 +320,7 @@ def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
         (
             {"name": f"{USERS}:Exits", "memory_limit_gib": 1.0},
             r"^environment.name: .*:Exits cannot be made: the process of environments ended, 3 "
-            r"times in a row. .* must not end their process, .*memory_limit_gib=1 is too small, ",
+            r"times in a row. .* must not end their process\. .*memory_limit_gib=1 is too small, ",
         ),
         ({"name": "calculator:digit=3"}, r"calculator\(digit=3\) cannot be made: .*unexpected"),
         ({"name": "calculator:digits=30"}, "digits must be from 1 to 9"),
