@@ -356,7 +356,7 @@ class VllmEngine(Engine):
         if wanted > available:
             raise LimitExceeded(
                 f"states of {num_concurrent} prompts of {longest} tokens need {wanted / 2**30:.1f} "
-                f"GiB, and {available / 2**30:.1f} GiB are available; ask for fewer at once."
+                f"GiB, but {available / 2**30:.1f} GiB are free; ask for fewer samples at once."
             )
 
     async def _last_output(
