@@ -80,16 +80,23 @@ class GenerateCall(NamedTuple):
     """A decoded GenerateRequest.
 
     Attributes:
+      version: None in a call that takes the weights that are served.
       keep: the replica may keep the caches of these responses. A later call for the same sample
         ids then continues those with which its prompts begin.
+      on_tokens: of a call in the replica's process, which is told each response's new tokens while
+        it is sampled: sample id and token ids. In any thread. With stop strings, it may be told
+        the last ones late.
+      prompt_logprobs: whether a call in the replica's process asks for them.
     """
 
     requests: tuple[SampleRequest, ...]
     sampling: SamplingParams
     hidden_states: HiddenStateParams
-    version: WeightVersion
+    version: WeightVersion | None
     metrics: MetricParams | None = None
     keep: bool = False
+    on_tokens: Callable[[str, Sequence[int]], None] | None = None
+    prompt_logprobs: bool = False
 
 
 class WeightMessage(NamedTuple):
