@@ -45,12 +45,15 @@ setup(
         "plotly>=7.1",  # its JavaScript, inside report.html
         "prometheus_client>=0.20",
         "protobuf>=7.35.1",
+        "pydantic>=2.14",  # requests over HTTP
         "pyarrow>=26",
         "rich>=15",
         "safetensors>=0.8",
+        "starlette>=1.10",  # HTTP
         "tensorboardX>=2.6.5",
         "tensorstore>=0.1.86",
         "transformers>=5.16,<5.24",
+        "uvicorn>=0.54",
         "xxhash>=3.8",  # checksums of weights on the wire
     ],
     extras_require={
@@ -73,6 +76,7 @@ setup(
             "kubernetes-validate>=1.37",
             "math-verify>=0.9.0",  # for comparison in benchmarks.grading
             "nbclient>=0.10",
+            "openai>=3.57",
             "peft>=0.21",  # reads and writes adapters, for comparison
             PDOC,
             "pytest>=9.2",

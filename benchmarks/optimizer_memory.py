@@ -3,11 +3,10 @@
     python -m benchmarks.optimizer_memory
     python -m benchmarks.optimizer_memory --topology=v5e:2x2
 
-The first command prints the table of docs/memory.md for a model of 61 M parameters, in float32
-products, with `remat=dots` and rows of one sequence of 128 tokens. It shows bytes per parameter of
-the optimiser's state, with masters, and b of the estimate (`semrl_jax.training.update_memory`). For
-1 and 4 rows it shows the peak of the compiled update per parameter, activations included, next to
-the estimate.
+The first command takes a model of 61 M parameters, in float32 products, with `remat=dots` and rows
+of one sequence of 128 tokens. It shows bytes per parameter of the optimiser's state, with masters,
+and b of the estimate (`semrl_jax.training.update_memory`). For 1 and 4 rows it shows the peak of
+the compiled update per parameter, activations included, next to the estimate.
 
 The second command needs libtpu and no TPU. It compiles the update of a model as wide as
 Qwen2.5-0.5B, of 4 layers, in bfloat16 products, with `remat=full`, and prints bytes of one chip.

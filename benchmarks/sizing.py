@@ -1,4 +1,4 @@
-"""Models by devices: the memory and the limits of speed, as rows of the page's table.
+"""Models by devices: the memory and the limits of speed.
 
     python -m benchmarks.sizing
 

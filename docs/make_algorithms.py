@@ -16,8 +16,8 @@ PAGE = pathlib.Path(__file__).with_name("algorithms.md")
 PACKAGE = "semrl_jax.algorithms"
 HEAD = """# Algorithms
 
-`python docs/make_algorithms.py` makes this page from the docstrings. An algorithm of your own is
-one file: [extending](extending.md#an-algorithm).
+Made from the docstrings by `python docs/make_algorithms.py`. An algorithm of your own is one file:
+[extending](extending.md#an-algorithm).
 
 `--config.algorithms.name=NAME` chooses the advantages, `--config.algorithms.loss.surrogate=NAME`
 the loss of a token. Any pair can be combined. VERL's shaping acts on the advantages of each. RLOO
@@ -44,8 +44,7 @@ CORRECTIONS = """## Corrections against the rollout engine
 
 `--config.algorithms.importance.level=...` multiplies the advantages by weights from the ratio of
 the policy's to the engine's probability ([details](verl.md#truncated-importance-sampling)).
-`policy/importance_weight/capped_fraction` (or `masked_fraction`) in the log is the share of tokens
-that the bounds changed. The settings below are fields of `algorithms.importance`:
+The settings below are fields of `algorithms.importance`:
 
 | | `level` | `outside` | `floor` | `cap` |
 |---|---|---|---|---|
@@ -61,8 +60,7 @@ that the bounds changed. The settings below are fields of `algorithms.importance
 `ppo` trains a second model with a scalar head, the critic. `critic.path` is its Hugging Face
 directory: a language model, or a classifier with one label; if empty, it starts from the policy's
 weights. [`critic.*`](configuration.md) are the settings of its optimiser. Shaping acts on the
-whitened advantages, not on the returns. `critic/explained_variance`
-([log keys](log_keys.md#ours)) shows how well it predicts.
+whitened advantages, not on the returns. `critic/explained_variance` shows how well it predicts.
 
 ## KL in the reward
 
@@ -71,13 +69,6 @@ the reward of each token. `algorithms.loss.kl_coefficient` must then be 0. With
 `algorithms.advantage.kl_target` the coefficient is multiplied after each step by
 1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), and logged as
 `algorithm/kl_coefficient`.
-
-```bash
-python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/ppo_kl \\
-    --config.algorithms.loss.kl_coefficient=0 \\
-    --config.algorithms.advantage.kl_reward_coefficient=0.05 \\
-    --config.algorithms.advantage.kl_target=0.01
-```
 
 ## Batch rules
 
@@ -90,8 +81,8 @@ These are fields of `algorithms.batch_rules`:
 - `max_sampling_rounds=N`: dynamic sampling (DAPO). Groups of equal rewards are dropped, and the
   step samples further rounds of `data.prompts_per_step` prompts until it has that many groups. The
   reward that decides has the penalty of `overlong_tokens`, but not the bonus. Surplus prompts come
-  again in the next step. If N rounds are not enough, the run saves the last finished step and ends
-  with exit code 2; the same command with more rounds, or with 0, continues.
+  again in the next step. If N rounds are not enough, the run ends with exit code 2; the same
+  command with more rounds, or with 0, continues.
 - `keep_groups_by=correctness`: keeps groups with 0 < correct responses < G, the paper's rule.
 
 ## Aggregation

@@ -1,8 +1,25 @@
-"""Makes the numbers and figures of docs/real_models.md; the end of the page has all commands.
+"""Makes the numbers and figures of docs/real_models.md.
 
-python docs/make_real_models.py prompts DIR         # DIR/gym.jsonl and DIR/shots.txt
-python docs/make_real_models.py measure DIR MODEL   # DIR/MODEL.npz of DIR/MODEL/{gym,gsm8k}
-python docs/make_real_models.py draw DIR            # figures/real_models_*.png, and the tables
+    python -m launch.prepare_model --name=smollm2-135m --output=DIR/models/smollm2
+    python -m launch.prepare_model --name=gemma3-270m --output=DIR/models/gemma3
+    python docs/make_real_models.py prompts DIR         # DIR/gym.jsonl and DIR/shots.txt
+    python -m launch.prepare_data --dataset=gsm8k --split=test --output=DIR/gsm8k.jsonl
+    python -m launch.generate ...                       # four times, see below
+    python docs/make_real_models.py measure DIR MODEL   # DIR/MODEL.npz of DIR/MODEL/{gym,gsm8k}
+    python docs/make_real_models.py draw DIR            # figures/real_models_*.png, and the tables
+
+`launch.generate` runs for both models and both tasks, with these flags:
+
+    all     --policy=DIR/models/MODEL --output=DIR/MODEL/TASK --n=4 --states_dtype=float32
+            --config.rollout.jax_max_batch=64
+    smollm2 --template='chat:{input} Think step by step and end with the answer.'
+            --hidden_states=-1,10,20
+    gemma3  --template=DIR/shots.txt --config.rollout.stop_strings=Q: --hidden_states=-1,6,12
+    gym     --prompts=DIR/gym.jsonl --verifier=reasoning_gym --max_response_tokens=128
+            --config.evaluation.responses_per_call=120 --max_prompt_tokens=128 (gemma3: 320)
+    gsm8k   --prompts=DIR/gsm8k.jsonl --num_prompts=20 --verifier=math --max_response_tokens=192
+            --config.data.answer_after='####' --config.evaluation.responses_per_call=80
+            --max_prompt_tokens=256 (gemma3: 512)
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
 With --engine=vllm, vLLM samples; run it in the environment that third_party/vllm_patch/make_env.sh
 makes. Start the trainer with --config.rollout.addresses=127.0.0.1:50051 and the same token; it
 streams the weights to the replica. The model is config.model.path (its config.json and tokenizer),
-or the architecture of config.model. An address other than loopback needs TLS: docs/security.md has
-the commands that make the files. With --metrics_port, the replica's counters can be read at
-http://127.0.0.1:PORT/metrics (Prometheus).
+or the architecture of config.model. With --policy=RUN, no trainer is needed: the replica serves
+the run's newest checkpoint, and each newer one. With --http_port, OpenAI's clients can ask
+http://127.0.0.1:PORT/v1, with the token as their key (docs/clients.md). An address other than
+loopback needs TLS: docs/security.md has the commands that make the files.
 Exit codes: 0 ended by a signal, 1 the engine died, 2 wrong setting (one line names it).
 """
 
@@ -28,6 +29,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
+from launch.fields import config_of_policy
 from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.settings.rollout import ENGINES, check_quantization
 from semrl_jax.support import compilation, cores
@@ -38,6 +40,9 @@ MAX_TEMPORARY_PATH = 48  # characters; a socket's path has 107 at most, vLLM add
 PARENT_EVERY_S = 0.5  # between two checks of the parent process
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of the trainer")
+POLICY = flags.DEFINE_string(
+    "policy", "", "run, checkpoint or Hugging Face directory to serve without a trainer"
+)
 ENGINE = flags.DEFINE_enum("engine", "jax", ENGINES, "engine that samples")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "address to bind")
 PORT = flags.DEFINE_integer("port", 50051, "port to bind; 0 takes a free port")
@@ -47,11 +52,11 @@ UNTIL_STDIN_CLOSES = flags.DEFINE_boolean(
 CORES = flags.DEFINE_multi_integer("cores", (), "a core that this process may use; repeat the flag")
 TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM file; with --tls_key")
 TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file; with --tls_certificate")
-METRICS_PORT = flags.DEFINE_integer(
-    "metrics_port", 0, "port of the replica's counters for Prometheus; 0: none"
+HTTP_PORT = flags.DEFINE_integer(
+    "http_port", 0, "port of HTTP: OpenAI's API, health, and counters for Prometheus; 0: none"
 )
-METRICS_HOST = flags.DEFINE_string(
-    "metrics_host", "127.0.0.1", "address to bind for them; other than loopback, they need TLS"
+HTTP_HOST = flags.DEFINE_string(
+    "http_host", "127.0.0.1", "address to bind for it; other than loopback, it needs TLS"
 )
 
 
@@ -135,24 +140,35 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
             )
         )
         prepare_environment(config.model.path, directory)
-    if names_run(config.model.path):
+    followed = None
+    if POLICY.value:
+        from semrl_jax.jobs.serve import Followed
+
+        followed = Followed(POLICY.value, functools.partial(print, flush=True))
+        config.model.path = str(followed.source.model)
+    elif names_run(config.model.path):
         from semrl_jax.runs.starting_model import source_of
 
         config.model.path = str(source_of(config.model.path).model)
-    from semrl_jax.models.of_config import build_policy
+    from semrl_jax.models.of_config import build_policy, end_token_ids
     from semrl_jax.rollout.building import jax_engine, read_token, vllm_engine
     from semrl_jax.rollout.engines.base import EngineDeadError
-    from semrl_jax.rollout.server import check_place, serve_until_signal
+    from semrl_jax.rollout.server import Http, check_place, serve_until_signal
     from semrl_jax.support.addresses import is_loopback
 
     if UNTIL_STDIN_CLOSES.value:
         in_background(end_with_stdin)
     token = read_token(config.rollout.token_file)
-    places = (HOST, PORT, TLS_CERTIFICATE, TLS_KEY, METRICS_PORT, METRICS_HOST)
-    place = {flag.name: flag.value for flag in places}
-    check_place(**place)  # before the model is read
+    place = {flag.name: flag.value for flag in (HOST, PORT, TLS_CERTIFICATE, TLS_KEY)}
+    # Before the model is read.
+    check_place(**place, http_port=HTTP_PORT.value, http_host=HTTP_HOST.value)
     compilation.keep_programs()
     policy, tokenizer = build_policy(config)
+    http = None
+    if HTTP_PORT.value:
+        name = pathlib.Path(POLICY.value or config.model.path or "policy").absolute().name
+        ends = end_token_ids(config, tokenizer)
+        http = Http(HTTP_PORT.value, HTTP_HOST.value, tokenizer, ends, name)
     listening = threading.Event()
 
     def announce(line: str) -> None:
@@ -160,9 +176,9 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
         if parts := getattr(engine, "start_s", None):
             shares = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
             print(f"vLLM started ({shares})")
-        if METRICS_PORT.value:
-            scheme = "http" if is_loopback(METRICS_HOST.value) else "https"
-            print(f"metrics at {scheme}://{METRICS_HOST.value}:{METRICS_PORT.value}/metrics")
+        if http:
+            scheme = "http" if is_loopback(http.host) else "https"
+            print(f"model {http.model} at {scheme}://{http.host}:{http.port}/v1")
         print(line, flush=True)
 
     stack.callback(listening.set)
@@ -173,11 +189,19 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
             in_background(report_until, listening)
         else:
             engine = jax_engine(config, policy, tokenizer)
+        feed = None
+        if followed:
+            from semrl_jax.models import make_mesh
+
+            mesh = make_mesh(config.mesh.to_dict())
+            feed = functools.partial(followed.feed, policy=policy, mesh=mesh)
         serve_until_signal(
             engine,
             announce=announce,
+            feed=feed,
             token=token,
             **place,
+            http=http,
             stall_timeout_s=config.rollout.stall_timeout_s,
         )
     except EngineDeadError as error:
@@ -189,4 +213,6 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
 if __name__ == "__mp_main__":  # in a process that vLLM spawned; Python imports this file first
     end_with_parent()
 if __name__ == "__main__":
+    if cli.given_values("policy"):
+        config_of_policy()
     cli.run(main, __doc__)

@@ -202,6 +202,8 @@ class Rollout:
         measured.
       environment_error: why the environment failed; "" if it did not.
       environment_s: seconds that the environment took to answer.
+      prompt_logprobs: float32 nats, of each prompt token after those before it, of the unmodified
+        logits; 0 of the first token. None if not requested.
       verdicts: of the environment by name, each summed over the turns, without its weight.
     """
 
@@ -230,6 +232,7 @@ class Rollout:
     environment_error: str = ""
     environment_s: float = 0.0
     verdicts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: Float[np.ndarray, " P"] | None = None
 
     def __post_init__(self):
         if self.response_mask is None:

@@ -71,7 +71,8 @@ def main() -> None:
         lines = [json.dumps({"question": text, "answer": "0"}) for text in work["prompts"]]
         prompts.write_text("\n".join(lines))
         config = settings(work, prompts)
-        workdir = stack.enter_context(contextlib.closing(open_workdir(str(scratch / "run"), config)))
+        opening = open_workdir(str(scratch / "run"), config)
+        workdir = stack.enter_context(contextlib.closing(opening))
         stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
         opened = stack.enter_context(open_run(config, workdir, Reporter(), stop, Peers()))
         # Without end tokens, every response has its full length.

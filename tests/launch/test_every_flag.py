@@ -166,9 +166,10 @@ THOROUGH = [
         f"rollout --config={TINY} --engine=jax --host=127.0.0.1 --port=0 --cores=0 "
         "--tls_certificate={home}/certs/replica-gpu7.pem "
         "--tls_key={home}/certs/replica-gpu7.key "
-        "--metrics_host=127.0.0.1 --metrics_port=0 --until_stdin_closes",
+        "--http_host=127.0.0.1 --http_port=0 --until_stdin_closes",
         until="listens on",
     ),
+    Case("rollout --policy={home}/run --port=0", until="serves run-step"),
     Case(
         "plan --config=configs/default.py --topology=v5e:1x1 --programs=update --json "
         "--config.model.path={home}/model",

@@ -93,6 +93,15 @@ def test_an_error_in_the_loop_leaves_a_run_that_goes_on(trainer, straight):
     assert stable(read_rows(one.workdir)) == straight
 
 
+@pytest.fixture
+def interruptible():
+    """Shells start background jobs, perhaps these tests, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_during_a_step_saves_a_checkpoint(trainer, straight):
     one, numbers = trainer(), []
 

@@ -196,6 +196,29 @@ def prefill_and_insert(
 
 
 @compiled_once
+@functools.partial(jax.jit, static_argnames="policy")
+def prompt_logprobs(
+    params: Params,
+    states: Float[Array, "N P 1 D"],
+    token_ids: Int[Array, "N P"],
+    *,
+    policy: Policy,
+) -> Float[Array, "N P"]:
+    """The log-probability of each token of a prompt after those before it; 0 of the first column.
+
+    One prompt at a time: the logits of all would need V times the memory of the tokens.
+    """
+
+    def of_prompt(row):
+        states, ids = row
+        logits = policy.logits(params, states[:-1, 0]).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
+        return jnp.pad(chosen - jax.nn.logsumexp(logits, axis=1), (1, 0))
+
+    return jax.lax.map(of_prompt, (states, token_ids))
+
+
+@compiled_once
 @functools.partial(jax.jit, static_argnames="policy", donate_argnames="slots")
 def extend_slots(
     params: Params,
@@ -403,7 +426,8 @@ def resize_slots(
 
 
 _JITTED = (
-    empty_slots, prefill_and_insert, extend_slots, decode_chunk, resize_slots, keep, insert,
+    empty_slots, prefill_and_insert, prompt_logprobs, extend_slots, decode_chunk, resize_slots,
+    keep, insert,
 )  # fmt: skip
 
 
@@ -431,6 +455,7 @@ class _Response:
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
     num_tokens: int = 0  # in the pieces
     prompt_states: np.ndarray | None = None  # [P, K, D], if asked for
+    prompt_logprobs: np.ndarray | None = None  # [P], if asked for
     matcher: StopMatcher | None = None  # if the call has stop strings
     begin: Kept | None = None  # what it continues
 
@@ -495,6 +520,11 @@ class DecodingCall:
             HiddenStateParams(asked.layers if kind in asked.kinds else (), asked.dtype)
             for kind in ("prefill", "decode")
         )
+        self._sends_prompt_states = bool(self._prompt_states.layers)
+        if call.prompt_logprobs:  # computed from these states
+            self._prompt_states = HiddenStateParams((-1,), policy.compute_dtype)
+        if call.on_tokens:
+            chunk = 1  # so that each token comes at once
         self._chunk = chunk
         self._new_matcher = new_matcher
         self._started = time.monotonic()
@@ -695,7 +725,14 @@ class DecodingCall:
             policy=self._policy,
             prompt_states=self._prompt_states,
         )
-        if prompt_states.size:
+        if self._call.prompt_logprobs:  # its states are not asked for
+            logprobs = jax.device_get(
+                prompt_logprobs(self._params, prompt_states, token_ids, policy=self._policy)
+            )
+            for slot in np.flatnonzero(begins):
+                num_prompt = len(self._running[slot].request.prompt_ids)
+                self._running[slot].prompt_logprobs = logprobs[source[slot // group], -num_prompt:]
+        elif prompt_states.size:
             states = jax.device_get(prompt_states)
             for slot in np.flatnonzero(begins):
                 response = self._running[slot]
@@ -807,6 +844,9 @@ class DecodingCall:
                 is_stopped, num_new = num_kept is not None, num_kept or num_new
             response.pieces.append(tuple(array[slot, :num_new] for array in chunk))
             response.num_tokens += num_new
+            if self._call.on_tokens:
+                ids = response.pieces[-1][0].tolist()
+                self._call.on_tokens(response.request.sample_id, ids)
             if is_stopped or not active[slot]:
                 self._running[slot] = None
                 if self._keeps:
@@ -879,7 +919,8 @@ class DecodingCall:
             finish_reason=reason,
             versions=(VersionSpan(version, 0, len(token_ids)),) if len(token_ids) else (),
             hidden_states=states if self._response_states.layers else None,
-            prompt_states=prompt_states if self._prompt_states.layers else None,
+            prompt_states=prompt_states if self._sends_prompt_states else None,
+            prompt_logprobs=response.prompt_logprobs,
             layers=self._call.hidden_states.layers,
             generate_s=time.monotonic() - self._started,
         )

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -19,7 +20,7 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - bfloat16 in NumPy
@@ -170,7 +171,13 @@ class VllmEngine(Engine):
 
         async def sample(request: SampleRequest) -> Rollout:
             found = await self._sample(
-                request.prompt_ids, request.seed, call.sampling, kinds, num_aborts
+                request.prompt_ids,
+                request.seed,
+                call.sampling,
+                kinds,
+                num_aborts,
+                on_tokens=call.on_tokens and functools.partial(call.on_tokens, request.sample_id),
+                prompt_logprobs=call.prompt_logprobs,
             )
             return self._rollout(request, found, call.hidden_states, started)
 
@@ -304,22 +311,27 @@ class VllmEngine(Engine):
         sampling: SamplingParams,
         kinds: Sequence[str],
         num_aborts: int,
+        on_tokens: Callable[[list[int]], None] | None = None,
+        prompt_logprobs: bool = False,
     ) -> _Sample:
         """Runs one request in a free slot, and reads its states of the given kinds."""
         async with self._slot() if kinds else contextlib.nullcontext() as slot:
             tag = next(self._tags)
             if self._num_aborts > num_aborts:
                 rows = self._rows(kinds, slot, tag, 0, 0)
-                return _Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", [], rows)
+                empty = np.zeros(0, np.float32)
+                return _Sample(np.zeros(0, np.int32), empty, "aborted", [], rows, None)
             request_id = str(tag)
             self._running.add(request_id)
             try:
                 with _engine_errors():
-                    output, num_kept = await self._last_output(
-                        request_id, prompt, seed, sampling, kinds, slot, tag
-                    )
+                    found, num_kept = await self._last_output(
+                        request_id, prompt, seed, sampling, kinds, slot, tag, on_tokens,
+                        prompt_logprobs,
+                    )  # fmt: skip
             finally:
                 self._running.discard(request_id)
+            output = found.outputs[0]
             ids = np.array(output.token_ids[:num_kept], np.int32)
             rows = self._rows(kinds, slot, tag, len(prompt), len(ids))
         logprobs = np.array(output.logprobs.logprobs[:num_kept] if len(ids) else (), np.float32)
@@ -332,7 +344,11 @@ class VllmEngine(Engine):
             for span in output.weight_versions or ()
             if span.start < len(ids)
         ]
-        return _Sample(ids, logprobs, reason, spans, rows)
+        of_prompt = None
+        if prompt_logprobs:
+            pairs = zip(found.prompt_logprobs[1:], prompt[1:].tolist())
+            of_prompt = np.array([0.0, *(each[i].logprob for each, i in pairs)], np.float32)
+        return _Sample(ids, logprobs, reason, spans, rows, of_prompt)
 
     def _rows(
         self, kinds: Sequence[str], slot: int | None, tag: int, prompt_len: int, num_tokens: int
@@ -360,7 +376,7 @@ class VllmEngine(Engine):
             )
 
     async def _last_output(
-        self, request_id, prompt, seed, sampling, kinds, slot, tag
+        self, request_id, prompt, seed, sampling, kinds, slot, tag, on_tokens, prompt_logprobs
     ) -> tuple[Any, int | None]:
         """The final output; how many of its tokens stay if a stop string ended it, else None."""
         import vllm
@@ -378,11 +394,12 @@ class VllmEngine(Engine):
             stop_token_ids=[*sampling.eos_token_ids, *sampling.stop_token_ids],
             ignore_eos=True,  # only the end tokens of the call end a response
             logprobs=0,
+            prompt_logprobs=0 if prompt_logprobs else None,
             flat_logprobs=True,
             detokenize=False,
-            # An output has all tokens so far. Without stop strings, only the last one is needed.
+            # An output has all tokens so far. If nobody looks at them, only the last one is needed.
             output_kind=RequestOutputKind.CUMULATIVE
-            if sampling.stop_strings
+            if sampling.stop_strings or on_tokens
             else RequestOutputKind.FINAL_ONLY,
             extra_args=extra if kinds else None,
             # Tokens read from the prefix cache are not computed, so they would have no states.
@@ -394,15 +411,18 @@ class VllmEngine(Engine):
         num_read, num_kept = 0, None
         async for found in self._llm.generate(tokens_input(prompt.tolist()), params, request_id):
             output = found.outputs[0]
-            if matcher and num_kept is None:
-                new_ids = list(output.token_ids[num_read:])
-                count = matcher.feed(new_ids)
-                if count is not None:
-                    num_kept = num_read + count
-                    if not found.finished:
-                        await self._llm.abort(request_id)
-                num_read += len(new_ids)
-        return output, num_kept
+            if num_kept is not None:  # what was sampled until vLLM ended it
+                continue
+            new_ids = list(output.token_ids[num_read:])
+            count = matcher.feed(new_ids) if matcher else None
+            if on_tokens and new_ids:
+                on_tokens(new_ids[:count])
+            if count is not None:
+                num_kept = num_read + count
+                if not found.finished:
+                    await self._llm.abort(request_id)
+            num_read += len(new_ids)
+        return found, num_kept
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[int]:
@@ -434,6 +454,7 @@ class VllmEngine(Engine):
             hidden_states=planes.get("decode"),
             prompt_states=planes.get("prefill"),
             layers=hidden_states.layers,
+            prompt_logprobs=found.prompt_logprobs,
             generate_s=time.monotonic() - started,
         )
 
@@ -468,6 +489,7 @@ class _Sample:
     finish_reason: FinishReason
     spans: Sequence[tuple[str, int, int]]  # vLLM's label of the weights, first token, end
     rows: dict[str, np.ndarray]  # uint8 [T, bytes] by kind of state
+    prompt_logprobs: np.ndarray | None
 
 
 class _Staging:

@@ -1,5 +1,11 @@
 """A replica's gRPC server around one engine. Imports nothing of the trainer."""
 
-from semrl_jax.rollout.server.server import RolloutServer, check_place, serve, serve_until_signal
+from semrl_jax.rollout.server.server import (
+    Http,
+    RolloutServer,
+    check_place,
+    serve,
+    serve_until_signal,
+)
 
-__all__ = ["RolloutServer", "check_place", "serve", "serve_until_signal"]
+__all__ = ["Http", "RolloutServer", "check_place", "serve", "serve_until_signal"]

@@ -9,7 +9,8 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,6 +28,10 @@ from semrl_jax.rollout.wire.auth import (
 )
 from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
+from semrl_jax.types import WeightVersion
+
+if TYPE_CHECKING:
+    from semrl_jax.rollout.http.server import HttpServer
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +50,21 @@ _OPTIONS = (
 )
 
 
+class Http(NamedTuple):
+    """What is served over HTTP, with the same token and TLS files.
+
+    Attributes:
+      host: address to bind; any other than loopback needs the TLS files.
+      model: the name of the policy in requests and answers.
+    """
+
+    port: int
+    host: str
+    tokenizer: Any
+    end_token_ids: Sequence[int]
+    model: str
+
+
 @dataclasses.dataclass(eq=False)
 class RolloutServer:
     """A service that listens on an address. Made by `serve`; bound to one event loop."""
@@ -54,7 +74,7 @@ class RolloutServer:
     _service: RolloutService
     _server: grpc.aio.Server
     _health: health.aio.HealthServicer
-    _close_metrics: Callable[[], None] | None
+    _http: HttpServer | None
 
     def __post_init__(self):
         self._watch = asyncio.create_task(self._watch_engine())
@@ -64,13 +84,18 @@ class RolloutServer:
         await self._service.dead.wait()
         raise EngineDeadError(f"the engine behind {self.address} is dead.")
 
+    async def load(self, version: WeightVersion, tensors) -> WeightVersion:
+        """Serves weights that this process reads; see `RolloutService.load`."""
+        return await self._service.load(version, tensors)
+
     async def close(self, grace_s: float = 1.0) -> None:
         """Refuses new calls, cancels calls that still run after `grace_s`, closes the engine."""
         self._watch.cancel()
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
-        if self._close_metrics is not None:
-            await asyncio.to_thread(self._close_metrics)
+        both = [self._server.stop(grace_s)]
+        if self._http is not None:
+            both.append(self._http.close(grace_s))
+        await asyncio.gather(*both)
         self._engine.close()
 
     async def _watch_engine(self) -> None:
@@ -99,8 +124,7 @@ async def serve(
     replica_id: str = "",
     stall_timeout_s: float = 600.0,
     max_calls: int = 64,
-    metrics_port: int = 0,
-    metrics_host: str = "127.0.0.1",
+    http: Http | None = None,
 ) -> RolloutServer:
     """Starts a server around an engine, which it closes, on the running event loop.
 
@@ -111,29 +135,17 @@ async def serve(
       replica_id: "" makes a unique one.
       stall_timeout_s: see `RolloutService`.
       max_calls: limit on concurrent calls; further calls are refused.
-      metrics_port: of the counts for Prometheus; 0: none. They need no token.
-      metrics_host: address to bind for them; any other than loopback needs the TLS files.
+      http: what is served over HTTP; None: nothing, and nothing is loaded for it.
 
     UserError: the token, address, port or a TLS file cannot be used.
     """
     interceptor = TokenInterceptor(token)
-    check_place(host, port, tls_certificate, tls_key, metrics_port, metrics_host)
+    places = (http.port, http.host) if http else ()
+    check_place(host, port, tls_certificate, tls_key, *places)
     credentials = _credentials(host, tls_certificate, tls_key)
     host = _plain(host)
     replica_id = replica_id or f"{socket.gethostname()}:{port}:{secrets.token_hex(4)}"
     service = RolloutService(engine, replica_id=replica_id, stall_timeout_s=stall_timeout_s)
-    close_metrics = None
-    if metrics_port:
-        from semrl_jax.rollout.server.prometheus import MetricsServer
-
-        tls = {"tls_certificate": tls_certificate, "tls_key": tls_key}
-        close_metrics = MetricsServer(
-            service.counts,
-            service.description,
-            host=_plain(metrics_host),
-            port=metrics_port,
-            **({} if is_loopback(metrics_host) else tls),
-        ).close
     await engine.start()
     health_servicer = health.aio.HealthServicer()
     server = grpc.aio.server(
@@ -156,19 +168,29 @@ async def serve(
     await server.start()
     for name in ("", codec.SERVICE_NAME):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return RolloutServer(
-        f"{target}:{bound}", engine, service, server, health_servicer, close_metrics
-    )
+    http_server = None
+    if http is not None:
+        from semrl_jax.rollout.http.server import HttpServer
+
+        tls = {} if is_loopback(http.host) else {"certificate": tls_certificate, "key": tls_key}
+        http_server = HttpServer(service, http, token=token, stall_timeout_s=stall_timeout_s, **tls)
+    return RolloutServer(f"{target}:{bound}", engine, service, server, health_servicer, http_server)
 
 
 def serve_until_signal(
-    engine: Engine, *, announce: Callable[[str], None] = print, grace_s: float = 5.0, **settings
+    engine: Engine,
+    *,
+    announce: Callable[[str], None] = print,
+    feed: Callable[[RolloutServer, Callable[[], None]], Awaitable[None]] | None = None,
+    grace_s: float = 5.0,
+    **settings,
 ) -> None:
     """Serves in this process until SIGTERM or SIGINT; `announce` takes a line with the address.
 
-    Running calls may continue for `grace_s` after the signal. `settings` are further arguments of
-    `serve`, which closes the engine and may raise. EngineDeadError: the engine died; a supervisor
-    should start the process again.
+    `feed` gives the server its weights, as long as it runs, and calls its second argument once it
+    has some; None: a trainer gives them. Running calls may continue for `grace_s` after the signal.
+    `settings` are further arguments of `serve`, which closes the engine and may raise.
+    EngineDeadError: the engine died; a supervisor should start the process again.
     """
 
     async def run() -> None:
@@ -176,8 +198,19 @@ def serve_until_signal(
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        announce(f"rollout replica listens on {server.address}")
-        tasks = [asyncio.create_task(server.wait()), asyncio.create_task(stopped.wait())]
+
+        def ready() -> None:
+            announce(f"rollout replica listens on {server.address}")
+
+        async def fed() -> None:
+            await feed(server, ready)
+            await stopped.wait()
+
+        if feed is None:
+            ready()
+
+        works = [server.wait(), stopped.wait(), *([fed()] if feed else ())]
+        tasks = [asyncio.create_task(work) for work in works]
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
@@ -196,19 +229,19 @@ def check_place(
     port: int,
     tls_certificate: str = "",
     tls_key: str = "",
-    metrics_port: int = 0,
-    metrics_host: str = "127.0.0.1",
+    http_port: int = 0,
+    http_host: str = "127.0.0.1",
 ) -> None:
     """Raises UserError if `serve` would refuse these settings. Needs no engine."""
     _credentials(host, tls_certificate, tls_key)
     _check_port("port", _plain(host), port)
-    if metrics_port:
-        if not tls_certificate and not is_loopback(metrics_host):
+    if http_port:
+        if not tls_certificate and not is_loopback(http_host):
             raise UserError(
-                f"metrics_host={metrics_host!r} is not loopback and needs TLS: set "
-                "tls_certificate and tls_key to PEM files, or take 127.0.0.1."
+                f"http_host={http_host!r} is not loopback and needs TLS: set tls_certificate and "
+                "tls_key to PEM files, or take 127.0.0.1."
             )
-        _check_port("metrics_port", _plain(metrics_host), metrics_port)
+        _check_port("http_port", _plain(http_host), http_port)
 
 
 def _handlers(service: RolloutService) -> grpc.GenericRpcHandler:

@@ -88,7 +88,8 @@ class RolloutService:
 
     async def generate(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
         """Yields each response of a call that was checked; `aclose` ends the others."""
-        async with self._admitted(call.version):
+        async with self._admitted(call.version) as version:
+            call = call._replace(version=version)
             with self._counted(len(call.requests)) as count:
                 async with contextlib.aclosing(await self._responses(call)) as rollouts:
                     async for rollout in rollouts:
@@ -115,6 +116,37 @@ class RolloutService:
         self._commit_task = asyncio.create_task(self._commit(version, started, paused))
         await asyncio.shield(self._commit_task)
         return version
+
+    async def load(
+        self,
+        version: WeightVersion,
+        tensors: Callable[[str], Iterable[tuple[TensorSpec, np.ndarray]]],
+    ) -> WeightVersion:
+        """Serves weights that this process reads, without a client.
+
+        Args:
+          version: whose digest is not read.
+          tensors: all tensors of a dtype, in the engine's order. Read in a thread.
+
+        Returns:
+          The version with its digest.
+        """
+        specs = self._engine.expected_tensors()
+
+        async def receive() -> WeightVersion:
+            buffers, checksums = self._engine.begin_weight_update(specs), []
+
+            def fill() -> None:
+                for spec, array in tensors(specs[0].dtype):
+                    data = codec.as_bytes(array)
+                    buffers[spec.name][:] = data
+                    checksums.append(codec.checksum(data).digest())
+                    self._engine.load_tensors([spec.name])
+
+            await asyncio.to_thread(fill)
+            return dataclasses.replace(version, digest=manifest_digest(specs, checksums))
+
+        return await self.update(receive)
 
     def check_update(
         self, begin: pb.BeginUpdate | WeightVersion, tensors: Sequence[pb.TensorSpec | TensorSpec]
@@ -220,8 +252,11 @@ class RolloutService:
         return codec.encode_version(self._version) if self._version else None
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, version: WeightVersion) -> AsyncIterator[None]:
-        """Admits a Generate call for `version`, and counts it as running until it ends."""
+    async def _admitted(self, version: WeightVersion | None) -> AsyncIterator[WeightVersion]:
+        """Admits a Generate call for `version`, or for the one that is served, and yields it.
+
+        The call counts as running until it ends.
+        """
         self.counts.waiting += 1
         try:
             while not self._gate.is_set():
@@ -230,7 +265,9 @@ class RolloutService:
             self.counts.waiting -= 1
         if self.counts.is_paused:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "the replica is paused; resume it.")
-        if self._version != version:
+        if self._version is None and version is None:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the replica has no weights yet.")
+        if version is not None and self._version != version:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the replica serves weights {self._version}, not {version}; sync weights first.",
@@ -238,7 +275,7 @@ class RolloutService:
         ended = asyncio.Event()
         self._running.add(ended)
         try:
-            yield
+            yield self._version
         finally:
             self._running.discard(ended)
             ended.set()

@@ -82,11 +82,15 @@ class GenerateCall(NamedTuple):
     requests: tuple[SampleRequest, ...]
     sampling: SamplingParams
     hidden_states: HiddenStateParams
-    version: WeightVersion
+    version: WeightVersion | None  # None: the weights that are served
     metrics: MetricParams | None = None
     # The replica may keep the caches of these responses. A later call for the same sample ids then
     # continues those with which its prompts begin.
     keep: bool = False
+    # In the replica's process: is told the sample id and the new tokens of each response while it
+    # is sampled, in any thread; the last ones perhaps late with stop strings.
+    on_tokens: Callable[[str, Sequence[int]], None] | None = None
+    prompt_logprobs: bool = False  # asked for, in the replica's process
 
 
 class WeightMessage(NamedTuple):

@@ -34,6 +34,8 @@ from tests.rollout.engines.vllm_replica import (
     environment,
     serving,
 )
+from tests.rollout.http.conftest import ask
+from tests.rollout.server.test_prometheus import free_port
 from tests.rollout.server.test_service import flip, refusal, update_messages
 
 pytestmark = pytest.mark.slow
@@ -173,8 +175,9 @@ def other(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(model, tmp_path_factory):
     """Chunked prefill (64 tokens a step) and 12 blocks of cache, too few for 16 responses."""
-    directory = tmp_path_factory.mktemp("observed")
+    directory, port = tmp_path_factory.mktemp("observed"), free_port()
     flags = (
+        f"--http_port={port}",
         "--config.rollout.max_prompt_tokens=200", "--config.rollout.max_response_tokens=64",
         "--config.rollout.vllm_max_num_seqs=16", "--config.rollout.vllm_max_num_batched_tokens=64",
         "--config.rollout.vllm_kv_cache_gib=0.0015",
@@ -182,6 +185,7 @@ def client(model, tmp_path_factory):
     variables = {"SEMRL_TEST_DIRECTORY": str(directory)}
     with serving(model.path, *flags, launcher=OBSERVED_LAUNCHER, variables=variables) as client:
         client.directory = directory
+        client.url = f"http://127.0.0.1:{port}"
         yield client
 
 
@@ -216,6 +220,38 @@ def test_states_and_logprobs_are_those_of_a_forward_pass(client, model):
         (span,) = rollout.versions
         assert (span.version, span.start, span.end) == (version, 0, length)
     assert_right(ended.values(), model)
+
+
+def test_http_gives_the_same_tokens_and_the_prompts_logprobs(client, model):
+    version = model.sync(client, 0)
+    (prompt,) = random_prompts(model, [20], seed=3)
+    (request,) = requests_of([prompt])
+    sampling = dataclasses.replace(SAMPLING, max_tokens=24)
+    expected = sampled(client, version, [request], sampling)["0/0"]
+    given = {"seed": request.seed, "temperature": sampling.temperature, "max_tokens": 24}
+    body = {"token_ids": prompt.tolist(), "sampling_params": {**given, "prompt_logprobs": 1}}
+    body["sampling_params"]["ignore_eos"] = True
+    answer = ask(f"{client.url}/inference/v1/generate", body, token=TOKEN)
+    found = json.loads(answer.text)
+    (choice,) = found["choices"]
+    assert choice["token_ids"] == expected.response_ids.tolist()
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    np.testing.assert_allclose(logprobs, expected.rollout_logprobs, atol=1e-5)
+    with torch.no_grad():
+        logits = model.reference(torch.tensor(prompt[None]).long()).logits[0].double().numpy()
+    right = scipy.special.log_softmax(logits, 1)[np.arange(19), prompt[1:]]
+    first, *rest = found["prompt_logprobs"]
+    assert first is None
+    told = [entry[str(i)]["logprob"] for entry, i in zip(rest, prompt[1:].tolist())]
+    np.testing.assert_allclose(told, right, atol=1e-4)
+    # Streamed token by token, to the same text.
+    url, common = f"{client.url}/v1/completions", {"model": model.path.name, "ignore_eos": True}
+    body = {**common, **given, "prompt": prompt.tolist()}
+    whole = json.loads(ask(url, body, token=TOKEN).text)["choices"][0]
+    assert whole["text"] == model.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    events = ask(url, {**body, "stream": True}, token=TOKEN).text.split("\n\n")
+    pieces = [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]]
+    assert "".join(pieces) == whole["text"] and len(pieces) > 10
 
 
 def first_stop(model, ids, stop_strings):

@@ -104,7 +104,7 @@ def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, temporary, tmp_pa
     some hundred rows depends on what was sampled (0.019 to 0.021).
     """
     port = free_port()
-    metrics = f"--metrics_port={port}"
+    metrics = f"--http_port={port}"
     with (
         running(model.path, *FLAGS, metrics, variables=WORKERS) as replica,
         replica.client() as client,

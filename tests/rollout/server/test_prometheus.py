@@ -1,7 +1,6 @@
 """The counts of a replica as Prometheus reads them, and the standard health service."""
 
 import concurrent.futures
-import contextlib
 import socket
 import time
 import urllib.request
@@ -11,11 +10,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from semrl_jax import data
 from semrl_jax.rollout.engines.base import EngineDeadError
+from semrl_jax.rollout.server import Http
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import SERVICE_NAME
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
 from tests.rollout.conftest import TOKEN, assert_sampled, make_arrays, make_requests
 from tests.rollout.embedded import EmbeddedReplica
@@ -35,12 +35,13 @@ def free_port():
 
 @pytest.fixture
 def counted(world):
-    """Starts a replica with metrics; returns it and a function that reads them."""
+    """Starts a replica with HTTP; returns it and a function that reads its counts."""
 
     def start(script=None, **settings):
         port = free_port()
         engine = FakeEngine(script=script or FakeScript())
-        replica = EmbeddedReplica(engine, token=TOKEN, metrics_port=port, **settings)
+        http = Http(port, "127.0.0.1", data.character_tokenizer(), (1,), "fake")
+        replica = EmbeddedReplica(engine, token=TOKEN, http=http, **settings)
         world.stack.callback(replica.close, 0.0)
         replica.engine = engine
         return replica, lambda: read(port)
@@ -152,20 +153,6 @@ def test_updates_are_timed_and_calls_wait_for_them(world, counted):
     assert metrics()["weight_updates_total", "failed"] == 2
     # Nothing waited for an update that never came to its commit.
     assert metrics()["weight_pause_seconds_total"] == again["weight_pause_seconds_total"]
-
-
-def test_port_of_metrics_is_freed_and_a_taken_one_is_named(counted):
-    replica, _ = counted()
-    replica.close(0.0)
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"127.0.0.1:{port}.*another metrics_port, or 0 for no"):
-            EmbeddedReplica(FakeEngine(), metrics_port=port)
-
-
-def test_metrics_on_other_addresses_demand_tls():
-    with pytest.raises(UserError, match=r"metrics_host='0\.0\.0\.0' is not loopback and needs TLS"):
-        EmbeddedReplica(FakeEngine(), metrics_port=free_port(), metrics_host="0.0.0.0")
 
 
 @pytest.mark.parametrize("in_a_call", [True, False])

@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.server import serve
+from semrl_jax.rollout.server import Http, serve
 from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
@@ -75,7 +75,8 @@ def test_a_replica_loads_nothing_of_the_trainer():
     )
     rooms = {name.split(".")[1] for name in modules if name.startswith("semrl_jax.")}
     assert "rollout" in rooms
-    assert "prometheus_client" not in modules  # only --metrics_port loads it
+    # Only --http_port loads these.
+    assert not {"prometheus_client", "starlette", "uvicorn", "pydantic"} & modules
     assert not rooms & {
         "algorithms", "evaluation", "rewards", "runs", "sampling", "shaping", "training",
     }  # fmt: skip
@@ -104,9 +105,10 @@ def test_port_can_be_taken_again_after_close():
 
 @pytest.mark.parametrize("port", [-1, 65_536])
 def test_impossible_port(port):
-    for name in ("port", "metrics_port"):
+    http = Http(port, "127.0.0.1", None, (), "")
+    for name, settings in (("port", {"port": port}), ("http_port", {"http": http})):
         with pytest.raises(UserError, match=rf"^{name}={port} must be in \[0, 65535\]"):
-            run_on_a_loop(serve_and_close(**{name: port}))
+            run_on_a_loop(serve_and_close(**settings))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "replica.example"])

@@ -1,4 +1,4 @@
-"""The counts of a replica for Prometheus, over HTTP.
+"""The counts of a replica for Prometheus.
 
 The page has numbers and the names of engine and replica. It has no token, prompt or response.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import prometheus_client
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,13 +15,12 @@ from prometheus_client.core import (
 )
 
 from semrl_jax.rollout.server.counts import Counts
-from semrl_jax.support.errors import UserError
 from semrl_jax.types import ReplicaDescription
 
 _PREFIX = "semrl_rollout_"
 
 
-class _Collector:
+class Collector:
     """Reads the counts when asked for, also where vLLM has prometheus_client count in files."""
 
     def __init__(self, counts: Counts, description: ReplicaDescription):
@@ -61,34 +59,3 @@ class _Collector:
         ):
             if value is not None:  # before the first weights
                 yield GaugeMetricFamily(_PREFIX + name, text, value)
-
-
-class MetricsServer:
-    """Serves the counts at /metrics in threads until it is closed; UserError if it cannot bind."""
-
-    def __init__(
-        self,
-        counts: Counts,
-        description: ReplicaDescription,
-        *,
-        host: str,
-        port: int,
-        tls_certificate: str = "",
-        tls_key: str = "",
-    ):
-        registry = prometheus_client.CollectorRegistry()
-        registry.register(_Collector(counts, description))
-        try:
-            self._server, self._thread = prometheus_client.start_http_server(
-                port, host, registry, tls_certificate or None, tls_key or None
-            )
-        except OSError as error:
-            raise UserError(
-                f"metrics_port={port}: cannot listen on {host}:{port}: {error.strerror or error}. "
-                "Choose another port, or 0 for no metrics."
-            ) from error
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

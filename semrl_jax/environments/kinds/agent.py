@@ -1,0 +1,188 @@
+"""A program that asks an OpenAI endpoint: each of its questions is a turn of the policy.
+
+The endpoint is on a port of this process. The program finds its address in OPENAI_BASE_URL, the
+task, a JSON object, in TASK, and a seed in SEED. Its reward is the number in the last line that it
+prints, or, without one, 1 for the exit status 0 and 0 for another.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from semrl_jax.environments.interface import Message, Turn
+from semrl_jax.environments.tools.formats import choose_format
+from semrl_jax.environments.tools.functions import Answer
+
+FORM = choose_format(None, "hermes")
+MAX_BODY_BYTES = 8 * 2**20
+MAX_PRINTED_CHARS = 2000  # of the program's last line, and of its error
+
+
+class Environment:
+    """The tasks of a JSONL file, each for a run of a program.
+
+    Args:
+      program: path of a Python file, or of another executable.
+      tasks: path of a file with a JSON object per line.
+    """
+
+    def __init__(self, program: str, tasks: str):
+        if not pathlib.Path(program).is_file():
+            raise ValueError(f"program={program!r} is no file")
+        program = os.path.abspath(program)
+        self._command = [sys.executable, program] if program.endswith(".py") else [program]
+        self._tasks = [json.loads(line) for line in pathlib.Path(tasks).read_text().splitlines()]
+        self._process: subprocess.Popen | None = None
+
+    def tasks(self, seed: int, count: int) -> list[dict[str, Any]]:
+        return [self._tasks[(seed + i) % len(self._tasks)] for i in range(count)]
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> list[Message]:
+        if self._process is not None:
+            self._process.kill()
+        self._messages: list[dict[str, Any]] = []  # what the program and the policy have said
+        self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - for long
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        server.daemon_threads, server.asked = True, self._asked
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self._process = subprocess.Popen(
+            self._command,
+            env={
+                **os.environ,
+                "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1",
+                "OPENAI_API_KEY": "none",
+                "TASK": json.dumps(task),
+                "SEED": str(seed),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+        process, asked = self._process, self._asked
+
+        def await_end() -> None:
+            process.wait()
+            server.shutdown()
+            asked.put(None)
+
+        threading.Thread(target=await_end, daemon=True).start()
+        messages = self._next()
+        if messages is None:
+            raise ValueError(f"the program asked nothing: {self._last_line()}")
+        return messages
+
+    def step(self, message: str) -> Turn:
+        calls = FORM.parse(message) if self._question.tools else []
+        said: dict[str, Any] = {"role": "assistant", "content": message}
+        if calls and not any(call.error for call in calls):
+            said = {"role": "assistant", "content": None, "tool_calls": [
+                {"id": f"call_{len(self._messages)}_{number}", "type": "function", "function":
+                    {"name": call.name, "arguments": json.dumps(call.arguments)}}
+                for number, call in enumerate(calls)
+            ]}  # fmt: skip
+        self._messages.append(said)
+        self._question.answer.put(said)
+        messages = self._next()
+        if messages is None:
+            return Turn(reward=self._reward(), done=True)
+        return Turn(messages)
+
+    def _next(self) -> list[Message] | None:
+        """What the program says to the policy next; None if it has ended."""
+        question = self._asked.get()
+        if question is None:
+            return None
+        known = len(self._messages)
+        if list(map(_plain, question.messages[:known])) != list(map(_plain, self._messages)):
+            raise ValueError("the program began another conversation; an episode has one")
+        new = question.messages[known:]
+        messages = [_plain(each) for each in new]
+        if not known:
+            messages = FORM.told(messages, question.tools)
+        elif all(each["role"] == "tool" for each in messages):
+            messages = FORM.messages([Answer(each["content"]) for each in messages])
+        self._messages = list(question.messages)
+        self._question = question
+        return messages
+
+    def _reward(self) -> float:
+        try:
+            return float(self._last_line())
+        except ValueError:
+            return float(self._process.returncode == 0)
+
+    def _last_line(self) -> str:
+        self._output.seek(0)
+        lines = self._output.read().split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")[:MAX_PRINTED_CHARS]
+
+
+class _Question:
+    """The body of a request, and where its answer goes."""
+
+    def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]):
+        self.messages, self.tools = messages, tools
+        self.answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._send({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(min(int(self.headers["Content-Length"]), MAX_BODY_BYTES)))
+        if not self.path.endswith("/chat/completions") or body.get("n", 1) not in (None, 1):
+            return self._send({"error": {"message": "only chats with n=1 are answered"}}, 400)
+        question = _Question(body["messages"], body.get("tools") or ())
+        self.server.asked.put(question)
+        message = question.answer.get()
+        finish = "tool_calls" if message.get("tool_calls") else "stop"
+        common = {"id": "chat", "created": 0, "model": body.get("model", "policy")}
+        choice = {"index": 0, "finish_reason": finish, "logprobs": None}
+        if not body.get("stream"):
+            usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
+            choices = [{**choice, "message": message}]
+            kind = {"object": "chat.completion", "usage": usage}
+            return self._send({**common, **kind, "choices": choices})
+        chunk = {**common, "object": "chat.completion.chunk"}
+        chunk["choices"] = [{**choice, "delta": message}]
+        text = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        self._write(text.encode(), "text/event-stream", 200)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def _send(self, value: dict[str, Any], status: int = 200) -> None:
+        self._write(json.dumps(value).encode(), "application/json", status)
+
+    def _write(self, data: bytes, kind: str, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def _plain(message: Mapping[str, Any]) -> Message:
+    """The role and the text of a message; calls in the policy's own form."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text", "")) for part in content)
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        content += json.dumps({"name": function["name"], "arguments": arguments})
+    return {"role": message["role"], "content": content}

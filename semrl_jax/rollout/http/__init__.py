@@ -1,0 +1,1 @@
+"""HTTP for OpenAI's clients and verifiers': answered by the service that answers gRPC."""

@@ -1,0 +1,122 @@
+"""Programs that only know an OpenAI endpoint, with OpenAI's own client."""
+
+import json
+
+import pytest
+
+from semrl_jax.environments.pool import EnvironmentPool
+from semrl_jax.support.errors import UserError
+from tests.environments.test_pool import section
+
+PROGRAM = """
+import json, os, sys
+
+import openai
+
+task = json.loads(os.environ["TASK"])
+client = openai.OpenAI(max_retries=0)
+messages = [{"role": "user", "content": task["question"]}]
+add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
+tools = [{"type": "function", "function": add}] if task.get("tools") else openai.NOT_GIVEN
+
+def ask(stream=False):
+    found = client.chat.completions.create(
+        model="any", messages=messages, tools=tools, temperature=0.2, stream=stream
+    )
+    if stream:
+        return "".join(chunk.choices[0].delta.content or "" for chunk in found)
+    message = found.choices[0].message
+    messages.append(message.model_dump(exclude_none=True))
+    return message
+
+said = ask()
+if said.tool_calls:
+    for call in said.tool_calls:
+        found = json.loads(call.function.arguments)
+        text = str(found["a"] + found["b"])
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+    said = ask()
+match said.content:
+    case "again":
+        messages.append({"role": "user", "content": "Once more."})
+        said = ask()
+    case "other":
+        del messages[:]
+        messages.append({"role": "user", "content": "New."})
+        ask()
+    case "stream":
+        messages.append({"role": "user", "content": "In pieces."})
+        said.content = ask(stream=True)
+    case "die":
+        sys.exit("it broke")
+print(0.5 if said.content == task["answer"] else "wrong")
+"""
+
+
+@pytest.fixture(scope="module")
+def name(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("agent")
+    (directory / "agent.py").write_text(PROGRAM)
+    tasks = [
+        {"question": "2 + 3?", "answer": "5"},
+        {"question": "4 + 4?", "answer": "8", "tools": 1},
+    ]
+    (directory / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    return f"agent:program={directory}/agent.py:tasks={directory}/tasks.jsonl"
+
+
+@pytest.fixture(scope="module")
+def played(name):
+    """Plays an episode of a task: its prompt, and the answers to the messages."""
+    with EnvironmentPool(section(name, timeout_s=60.0)) as environments:
+        openings = environments.openings(0, 2)
+
+        def play(number, *messages):
+            episode = environments.open(openings[number])
+            try:
+                answers = [episode.step(each).result(timeout=60) for each in messages]
+            finally:
+                episode.end()
+            return openings[number].messages, answers
+
+        yield play
+
+
+def test_a_program_asks_and_is_rewarded_by_its_last_line(played):
+    prompt, (right,) = played(0, "5")
+    assert prompt == [{"role": "user", "content": "2 + 3?"}]
+    assert (right.turn.done, right.turn.reward) == (True, 0.5)
+    _, (wrong,) = played(0, "6")
+    assert (wrong.turn.done, wrong.turn.reward) == (True, 1.0)  # the exit status is 0
+    _, (failed,) = played(0, "die")
+    assert (failed.turn.done, failed.turn.reward) == (True, 0.0)
+
+
+@pytest.mark.parametrize("first", ["again", "stream"])
+def test_further_questions_are_turns(played, first):
+    _, (more, end) = played(0, first, "5")
+    text = {"again": "Once more.", "stream": "In pieces."}[first]
+    assert more.turn.messages == [{"role": "user", "content": text}] and not more.turn.done
+    assert (end.turn.done, end.turn.reward) == (True, 0.5)
+
+
+def test_tools_of_the_program_are_called_in_the_policys_form(played):
+    call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 5}}</tool_call>'
+    prompt, (answer, end) = played(1, call, "8")
+    assert "add" in prompt[0]["content"] and prompt[0]["role"] == "system"
+    assert answer.turn.messages == [
+        {"role": "user", "content": "<tool_response>\n8\n</tool_response>"}
+    ]
+    assert end.turn.reward == 0.5
+
+
+def test_another_conversation_is_the_episodes_failure(played):
+    _, (failed,) = played(0, "other")
+    assert "began another conversation; an episode has one" in failed.error
+
+
+def test_mistakes_are_one_line():
+    message = "program='/no/where.py' is no file"
+    with pytest.raises(UserError, match=message):
+        with EnvironmentPool(section("agent:program=/no/where.py:tasks=x")):
+            pass

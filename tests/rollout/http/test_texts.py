@@ -1,0 +1,59 @@
+"""Texts of prompts and responses: templates, tool calls, and streaming by bytes."""
+
+import json
+
+import pytest
+
+from semrl_jax.rollout.http.texts import StreamedText, Texts
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tokenizer):
+    return Texts(tokenizer, (tokenizer.eos_token_id,))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("stop", [(), ("日",), ("jumps é", "42"), ("nowhere",)])
+def test_streamed_pieces_join_to_the_text(texts, size, stop):
+    ids = texts.encode("the fox jumps é 日本 <|im_end|> 42 ox", False)
+    stream = StreamedText(texts, stop)
+    pieces = [stream.add(ids[at : at + size]) for at in range(0, len(ids), size)]
+    whole = "".join(pieces) + stream.add([], is_last=True)
+    if stop and any(each in whole for each in stop):
+        pytest.fail("a stop string was sent")
+    assert whole == texts.text(ids, stop)
+    assert "\ufffd" not in whole
+
+
+def test_an_incomplete_character_is_replaced_at_the_end_only(texts):
+    ids = texts.encode("é", False)
+    first = texts.encode("日", False)[:1]
+    stream = StreamedText(texts, ())
+    assert stream.add(ids + first)[:1] == "é"
+    assert stream.add([], is_last=True) in ("\ufffd", "")
+
+
+def test_tools_are_told_and_their_calls_found(texts):
+    asked = [{"role": "user", "content": "How is it in Rome?"}]
+    prompt = texts.tokenizer.decode(texts.chat(asked, [WEATHER]))
+    assert '"weather"' in prompt and "Rome" in prompt
+    said = '```json\n{"name": "weather", "arguments": {"city": "Rome"}}\n```'
+    (call,) = texts.tool_calls(texts.encode(said, False), [WEATHER])
+    assert call["name"] == "weather" and json.loads(call["arguments"]) == {"city": "Rome"}
+    assert texts.tool_calls(texts.encode("It is warm.", False), [WEATHER]) == []
+    assert texts.tool_calls(texts.encode(said, False), ()) == []
+    # The answer goes back as OpenAI's clients send it.
+    called = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+    ]}  # fmt: skip
+    answer = {"role": "tool", "tool_call_id": "1", "content": "warm"}
+    assert "warm" in texts.tokenizer.decode(texts.chat([*asked, called, answer], [WEATHER]))
