@@ -159,8 +159,7 @@ def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
         for neighbour in neighbours:
             if os.path.lexists(neighbour):
                 raise UserError(
-                    f"--{flag}={path}: {neighbour} is there already, perhaps left by a command "
-                    "that was killed; remove it or name another directory."
+                    f"--{flag}={path}: {neighbour} is there already; remove it, or name another."
                 )
         path.parent.mkdir(parents=True, exist_ok=True)
         neighbours[0].mkdir()  # test that a directory can be made here

@@ -106,10 +106,7 @@ def chosen_fields(
         if of_training not in overridden:
             continue
         if field in given or field in overridden:
-            raise UserError(
-                f"--config.{of_training} and another flag set {field}: nothing is trained here, so "
-                "both mean the same; give one of them."
-            )
+            raise UserError(f"--config.{of_training} and another flag set {field}; give one.")
         given[field] = overridden[of_training]
     return found | given | fixed
 
@@ -135,8 +132,7 @@ def chosen_states(
     for layer in layers:
         if not re.fullmatch(r"-1|[0-9]{1,6}", layer.strip()):
             raise UserError(
-                f"--hidden_states has {layer!r}; it must be layers separated by commas: -1 for the "
-                "final one, i for the input of layer i."
+                f"--hidden_states has {layer!r}; -1 is the final layer, i the input of layer i."
             )
     if len(set(map(int, layers))) < len(layers):
         raise UserError(f"--hidden_states={','.join(layers)} names a layer twice; name each once.")

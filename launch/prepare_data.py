@@ -116,8 +116,7 @@ def prepare_benchmarks(name: str, output: pathlib.Path) -> int:
     if len(wanted) == 1 and output.suffix in ENDINGS:
         if output.stem != wanted[0]:
             raise UserError(
-                f"--output={output} must be {wanted[0]}.jsonl or {wanted[0]}.parquet: a benchmark "
-                "is found by the name of its file."
+                f"--output={output} must be {wanted[0]}.jsonl or {wanted[0]}.parquet, its own name."
             )
         outputs = [output]
     elif output.suffix in ENDINGS:
@@ -163,8 +162,7 @@ def fetch(url: str, path: pathlib.Path) -> None:
             raise
         reason = " ".join(str(e).split())[:150]
         raise UserError(
-            f"{url} cannot be fetched ({reason}); download it where there is a network, and pass "
-            "the file as --input=FILE."
+            f"{url} cannot be fetched ({reason}); download it elsewhere, and pass --input=FILE."
         ) from e
 
 

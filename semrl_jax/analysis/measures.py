@@ -285,8 +285,7 @@ def measure(
     enough = sum(length >= 2 for length in lengths)
     if enough < MIN_RESPONSES:
         raise UserError(
-            f"there are {len(lengths)} responses, of which {enough} have two tokens or more; a "
-            f"study needs at least {MIN_RESPONSES}."
+            f"{enough} of {len(lengths)} responses have two tokens; a study needs {MIN_RESPONSES}."
         )
     return Measured(_columns(rows), _columns(prompt_rows))
 

@@ -97,8 +97,7 @@ def response_states(
     largest = max(int(ids.max(initial=0)) for ids in (*prompts, *responses))
     if largest >= policy.config.vocab_size:
         raise UserError(
-            f"token {largest} is beyond the {policy.config.vocab_size} tokens of the policy: the "
-            "responses are of another model."
+            f"token {largest} is beyond the policy's vocabulary: they are of another model."
         )
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
     columns = np.arange(-(-max(lengths) // 64) * 64, dtype=np.int32)
@@ -139,8 +138,7 @@ def read_responses(
         row["response_mask"] = np.asarray([True] * num_tokens if mask is None else mask, bool)
         if len(row["response_mask"]) != num_tokens:
             raise UserError(
-                f"{file}: a response has {num_tokens} tokens and a mask of {len(mask)}; it is "
-                "damaged, so name another step."
+                f"{file}: a response of {num_tokens} tokens has a mask of {len(mask)}: damaged."
             )
     return rows
 

@@ -79,8 +79,7 @@ def read_arrays(
         mask = np.ones(states.shape[:-1], bool)
     if mask.shape != states.shape[:-1]:
         raise UserError(
-            f"{file}: {MASK} has shape {mask.shape}; it must be {states.shape[:-1]}, the leading "
-            f"axes of {STATES} {states.shape}."
+            f"{file}: {MASK} has shape {mask.shape}; {STATES} need {states.shape[:-1]}."
         )
     if mask.dtype != bool:
         raise UserError(

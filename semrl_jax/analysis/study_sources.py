@@ -89,8 +89,7 @@ def of_generated(
     """
     if not (directory / STATES_INDEX).is_file():
         raise UserError(
-            f"{directory} has no {STATES_INDEX}: no states were recorded. Generate again with "
-            "--hidden_states=-1."
+            f"{directory} has no {STATES_INDEX}; generate again with --hidden_states=-1."
         )
     index = read_json_object(directory / STATES_INDEX)
     try:

@@ -131,9 +131,8 @@ def load_conversations(
         if len(conversation) > max_tokens:
             if too_long == "refuse":
                 raise UserError(
-                    f"{where}: the conversation has {len(conversation)} tokens, more than "
-                    f"sft.max_tokens={max_tokens}; raise it, or set sft.too_long to 'drop' or "
-                    "'truncate'."
+                    f"{where}: a conversation of {len(conversation)} tokens exceeds sft.max_tokens="
+                    f"{max_tokens}; raise it, or set sft.too_long to 'drop' or 'truncate'."
                 )
             long_lengths.append(len(conversation))
             if too_long == "drop" or not conversation.loss_mask[:max_tokens].any():
@@ -214,8 +213,7 @@ def conversation_reader(
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            "the tokenizer cannot tell where its tokens begin in the text; give a model directory "
-            "with a tokenizer.json."
+            "the tokenizer cannot tell where its tokens begin; give one with a tokenizer.json."
         )
     if row_format == "messages":
         return MessagesReader(tokenizer, messages_field)
@@ -300,15 +298,13 @@ class MessagesReader(_Reader):
             raise UserError("sft.messages_field='' must name a field.")
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
-                "sft.row_format='messages' needs a chat template, but the tokenizer has none; name "
-                "a file with one in sft.chat_template, or use sft.row_format='prompt_completion'."
+                "sft.row_format='messages' needs a chat template; name a file in sft.chat_template."
             )
         try:  # a template that fails is named before any file is read
             self.tokens(_EXAMPLE)
         except RowError as error:
             raise UserError(
-                f"the chat template cannot be used for training: {error} Name a file with another "
-                "one in sft.chat_template."
+                f"the chat template cannot be used for training: {error} See sft.chat_template."
             ) from None
 
     @property
@@ -342,8 +338,7 @@ class MessagesReader(_Reader):
         num_responses = sum(message["role"] == "assistant" for message in messages)
         if num_runs != num_responses:
             raise RowError(
-                f"the chat template marks {num_runs} texts as generated, of {num_responses} "
-                "assistant messages."
+                f"the chat template marks {num_runs} texts of {num_responses} assistant messages."
             )
         return token_ids, mask
 
@@ -357,10 +352,10 @@ class MessagesReader(_Reader):
         for index, (before, _), (after, _) in zip(places, rendered, rendered[len(places) :]):
             if not (text.startswith(after) and after.startswith(before)) or before == after:
                 raise RowError(
-                    f"the chat template writes message {index + 1} or those before it in another "
-                    "way when the conversation goes on, so it cannot be told which tokens the "
-                    "assistant generates; use a template with {% generation %} marks, or rows that "
-                    "end with their first assistant message."
+                    f"the chat template rewrites message {index + 1} or those before it when the "
+                    "conversation goes on, so it cannot be told what the assistant generates; use "
+                    "a template with {% generation %} marks, or rows that end with their first "
+                    "assistant message."
                 )
             spans.append((len(before), len(after)))
         return text, spans

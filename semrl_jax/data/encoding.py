@@ -134,6 +134,5 @@ def check_ids(
             text = tokenizer.convert_ids_to_tokens(token)
             raise UserError(
                 f"{name} has the token {text!r:.50} with id {token}, beyond the model's vocab_size="
-                f"{vocab_size}; remove its text, or take a model and tokenizer that belong "
-                "together."
+                f"{vocab_size}; remove its text, or take a tokenizer of the model."
             )

@@ -66,8 +66,7 @@ def sources(entries: Sequence[str]) -> list[Source]:
             raise UserError(f"{FIELD}={entry!r}: weight={weight!r:.50} must be a number above 0.")
         if name in (source.name for source in found):
             raise UserError(
-                f"{FIELD}={entry!r}: another entry is called {name!r:.100}; tell them apart by "
-                ":name=LABEL."
+                f"{FIELD}={entry!r}: another entry is called {name!r:.100}; add :name=LABEL."
             )
         found.append(Source(dataset, options, float(weight), name, contains))
     return found
@@ -189,8 +188,7 @@ def remade(row: Any) -> tuple[Any, dict[str, Any]]:
         return dataset, dataset[index]
     except (TypeError, KeyError, IndexError):
         raise UserError(
-            f"the verifier reasoning_gym needs the column {COLUMN!r} that "
-            "data.task='reasoning_gym' gives a prompt; it is missing or damaged."
+            f"the verifier reasoning_gym needs the column {COLUMN!r}, missing or damaged here."
         ) from None
 
 
@@ -226,8 +224,7 @@ def _package() -> Any:
         from reasoning_gym import factory
     except ImportError as error:
         raise UserError(
-            f"{FIELD} needs the package reasoning-gym ({error}); install it with "
-            "pip install 'semrl_jax[reasoning_gym]'."
+            f"{FIELD} needs reasoning-gym ({error}): pip install 'semrl_jax[reasoning_gym]'."
         ) from None
     return factory
 

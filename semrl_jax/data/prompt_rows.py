@@ -125,8 +125,7 @@ class RowReader:
             if not mark or not answer:
                 raise RowError(
                     f"field {self.answer_field!r} has no answer after answer_after="
-                    f"{self.answer_after!r}: {value!r:.80}; without answer_after the whole field "
-                    "is the answer."
+                    f"{self.answer_after!r}: {value!r:.80}; empty takes the whole field."
                 )
         return answer
 
@@ -260,9 +259,8 @@ def columns_text(row: dict[str, Any]) -> str:
     except (TypeError, ValueError):  # dates, bytes, NaN
         name = next(name for name, value in row.items() if not _is_json(value))
         raise RowError(
-            f"field {name!r} is {row[name]!r:.80}, but the row is kept as JSON, so its columns "
-            "must be texts, finite numbers, bools, null, lists and objects; convert the column to "
-            "text or remove it."
+            f"field {name!r} is {row[name]!r:.80}, but a row that is kept may have texts, finite "
+            "numbers, bools, null, lists and objects only; convert the column or remove it."
         ) from None
     if len(text) > MAX_COLUMNS_CHARS:
         raise RowError(

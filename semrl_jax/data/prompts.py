@@ -89,8 +89,7 @@ def next_prompts(
         raise ValueError("the dataset is empty.")
     if epoch < 0 or not 0 <= cursor <= size or count < 0:
         raise UserError(
-            f"position {position} or count {count} does not fit a dataset of {size} prompts; is it "
-            "another dataset than the one the run began with?"
+            f"position {position} or count {count} does not fit a dataset of {size} prompts."
         )
     prompts: list[PromptExample] = []
     while True:

@@ -26,8 +26,7 @@ def read_shots(path: str | os.PathLike[str], count: int) -> list[tuple[str, str]
             raise UserError(f"evaluation.shots_file: {where}: {error}") from None
     if len(shots) < count:
         raise UserError(
-            f"evaluation.shots_file={str(path)!r} has {len(shots)} rows, but {count} examples are "
-            "asked for; lower evaluation.shots or the setting shots."
+            f"evaluation.shots_file={str(path)!r} has {len(shots)} rows, fewer than {count} shots."
         )
     return shots
 

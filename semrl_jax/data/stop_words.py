@@ -61,9 +61,8 @@ def stop_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[int, ...]:
             found = [special[word]]
         if not found:
             raise UserError(
-                f"rollout.stop_words has {word!r}, which is not one token of the tokenizer; spell "
-                "a space before it as part of the word, or use rollout.stop_strings, which may "
-                "span tokens."
+                f"rollout.stop_words has {word!r}, which is not one token; spell a space before it "
+                "as part of the word, or use rollout.stop_strings."
             )
         ids.append(found[0])
     return tuple(dict.fromkeys(ids))

@@ -269,8 +269,7 @@ def prompt_renderer(
         form = _format(template, field)
         if system_prompt:
             raise UserError(
-                f"{field} takes no data.system_prompt={system_prompt!r:.200}; choose the template "
-                "'chat', or leave the system prompt out."
+                f"{field} takes no data.system_prompt={system_prompt!r:.200}; choose 'chat'."
             )
         return lambda questions: [form.text(question, shots) for question in questions]
     form = Format()

@@ -99,8 +99,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     path = pathlib.Path(path)
     if not path.is_dir():
         raise UserError(
-            f"tokenizer directory {str(path)!r} does not exist; give a local Hugging Face "
-            "directory with a tokenizer.json."
+            f"tokenizer directory {str(path)!r} does not exist; give one with a tokenizer.json."
         )
     files = [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
     if not files:

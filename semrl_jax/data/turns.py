@@ -76,8 +76,7 @@ class ChatTurns:
     ):
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
-                "an environment's messages need a chat template, and the tokenizer has none; give "
-                "the directory of model.path a chat_template.jinja."
+                "an environment needs a chat template; give model.path a chat_template.jinja."
             )
         self._tokenizer = tokenizer
         self._ends = frozenset(end_token_ids)
@@ -171,8 +170,7 @@ class ChatTurns:
         if plain is None or _after(rendered[0], PLACEHOLDER, last) is None:
             raise UserError(
                 "the tokenizer's chat template rewrites earlier messages when others follow, so "
-                f"that the policy's own tokens would not be the context of its next turn; {way_out}"
-                "."
+                f"the policy's own tokens would not be its context; {way_out}."
             )
         stripped = blanks != plain
         if stripped:

@@ -79,8 +79,7 @@ def benchmark_entries(evaluation: Section) -> list[Entry]:
             name = settings.get("name") or _default_name(kind, target)
             if name in found and not (len(targets) > 1 or name in grouped):
                 raise UserError(
-                    f"{FIELD} has {found[name].entry!r} and {text!r} with the same name {name!r}, "
-                    "which names the results; rename one with :name=NAME."
+                    f"{FIELD}: {found[name].entry!r} and {text!r} are {name!r}; add :name=NAME."
                 )
             if len(targets) > 1:
                 grouped.add(name)
@@ -117,14 +116,12 @@ def check_benchmarks(config: ml_collections.ConfigDict) -> None:
     is_remote = config.evaluation.metric_options.placement == "rollout"
     if config.evaluation.metrics and is_remote and environment_names(config):
         raise UserError(
-            "evaluation.metric_options.placement='rollout' and an environment: a replica sees one "
-            "turn alone; set it to 'trainer'."
+            "evaluation.metric_options.placement must be 'trainer': a replica sees one turn alone."
         )
     num_shots = [entry.settings.get("shots", config.evaluation.shots) for entry in entries]
     if any(num_shots) and not config.evaluation.shots_file:
         raise UserError(
-            f"{FIELD} asks for examples in the prompts, but evaluation.shots_file is empty; "
-            "name a .jsonl or .parquet file with question and answer."
+            f"{FIELD} asks for examples, but evaluation.shots_file is empty; name a file of them."
         )
 
 

@@ -60,8 +60,7 @@ def load_problems(
         taken = {problem.data_source for problem in problems}
         if twice := sorted({problem.data_source for problem in found} & taken):
             raise UserError(
-                f"{FIELD} has {entry.entry!r} with data_source {twice[0]!r}, which another "
-                "benchmark has too; it names the results, so rename one."
+                f"{FIELD} has {entry.entry!r} with data_source {twice[0]!r} of another; rename one."
             )
         problems += found
     return problems

@@ -40,8 +40,7 @@ def subset_sizes(
     for k in options.k:
         if k < 1 or (fewest is not None and k > fewest):
             raise UserError(
-                f"evaluation.k={k} must be from 1 to the number of samples per problem, {fewest}; "
-                "set a smaller k, or a larger evaluation.n."
+                f"evaluation.k={k} must be from 1 to the {fewest} samples of a problem."
             )
     return tuple(sorted(set(options.k)))
 

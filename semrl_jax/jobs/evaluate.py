@@ -240,15 +240,13 @@ def _check_plans(evaluator: Evaluator) -> None:
     for name, benchmark in evaluator.benchmarks.items():
         if results.is_average(name):
             raise UserError(
-                f"a benchmark has the name {name!r:.100}, which results.json needs; rename it "
-                "with FILE:name=NAME."
+                f"a benchmark is named {name!r:.100}, as results.json needs; set FILE:name=NAME."
             )
         if len(benchmark.scores) > 1:
             names = [scores[0].__name__.rpartition(".")[2] for scores in benchmark.scores.values()]
             raise UserError(
-                f"evaluation.scores: {' and '.join(map(repr, names))} sample in different ways, "
-                "but an evaluation samples each benchmark once; choose one of them, and set "
-                "evaluation.n and temperature."
+                f"evaluation.scores: {' and '.join(map(repr, names))} sample in different ways; "
+                "choose one, and set evaluation.n and temperature."
             )
 
 
@@ -374,8 +372,7 @@ def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -
     )
     if [(s.benchmark, s.group_id, s.sample_index) for s in samples] != list(expected):
         raise UserError(
-            f"{file} does not have all responses to {call.benchmark.name!r:.100}; remove it, and "
-            "the same command samples them again."
+            f"{file} lacks responses to {call.benchmark.name!r:.100}; remove it and start again."
         )
 
 

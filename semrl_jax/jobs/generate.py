@@ -280,8 +280,7 @@ def check_layers(states: HiddenStateParams | None, architecture: models.DecoderC
     for layer in states.layers if states else ():
         if not -1 <= layer <= architecture.num_layers:
             raise UserError(
-                f"--hidden_states has {layer}, but the model has {architecture.num_layers} layers; "
-                f"choose from 0 to {architecture.num_layers}, or -1 for the final one."
+                f"--hidden_states has {layer}; choose from 0 to {architecture.num_layers}, or -1."
             )
 
 

@@ -127,8 +127,7 @@ class ResultDirectory:
             found.setdefault(sample.benchmark, []).append(sample)
         if unknown := found.keys() - self._record()["benchmarks"].keys():
             raise UserError(
-                f"{file} has responses to {min(unknown)!r:.100}, which {self.record} does not "
-                "know; it is the file of another evaluation, so remove it or name a new directory."
+                f"{file} has {min(unknown)!r:.100}, which {self.record} does not know; remove it."
             )
         return found
 
@@ -184,10 +183,7 @@ def open_results(path: pathlib.Path, name: str = RECORD) -> ResultDirectory:
         contents = {entry.name for entry in path.iterdir()} if path.exists() else set()
         before = {*MADE_BEFORE_RECORD, name.replace(".json", ".writing")}
         if name not in contents and contents - before:
-            raise UserError(
-                f"--output={path} is not empty and has no record of earlier responses ({name} is "
-                "missing); name a new directory."
-            )
+            raise UserError(f"--output={path} is not empty and lacks {name}; name a new directory.")
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / ".lock", "a", opener=through_no_link)  # noqa: SIM115 - see close()
     except OSError as error:
@@ -210,8 +206,7 @@ def open_results(path: pathlib.Path, name: str = RECORD) -> ResultDirectory:
     except BlockingIOError:
         lock.close()
         raise UserError(
-            f"--output={path} belongs to a process that is still running; stop it or name "
-            "another directory."
+            f"--output={path} belongs to a running process; stop it or name another directory."
         ) from None
     except BaseException:
         lock.close()

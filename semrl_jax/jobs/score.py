@@ -204,13 +204,11 @@ def _prompt_row(values: Mapping[str, Any], field: str) -> str:
         is_object = False
     if not is_object:
         raise data.RowError(
-            f"field {field!r} must be a JSON object, the row of the prompt, not {value!r:.80}; "
-            "name another field by --row."
+            f"field {field!r} must be a JSON object, not {value!r:.80}; name another by --row."
         )
     if len(value) > MAX_COLUMNS_CHARS:
         raise data.RowError(
-            f"the row of the prompt has {len(value)} characters, and a verifier gets at most "
-            f"{MAX_COLUMNS_CHARS}; shorten it."
+            f"the row of the prompt has more than {MAX_COLUMNS_CHARS} characters; shorten it."
         )
     return value
 

@@ -89,24 +89,21 @@ def find_columns(
             continue
         if run is None:
             raise UserError(
-                f"--policy={path} is no run, so it has no recorded evaluation; name a file with "
-                "responses by --samples."
+                f"--policy={path} is no run with a recorded evaluation; name a file by --samples."
             )
         files = {s.step: run / "rollouts" / f"eval_{s.step:06d}.parquet" for s in sources}
         with_responses = [source for source in sources if files[source.step].is_file()]
         if not with_responses or (steps and len(with_responses) < len(sources)):
             recorded = sorted(file.name for file in (run / "rollouts").glob("eval_*.parquet"))
             raise UserError(
-                f"--policy={path}: weights are there of steps {[s.step for s in sources]}, and "
-                f"recorded evaluations are {recorded or 'none'}; choose --steps that have both, or "
-                "name a file by --samples."
+                f"--policy={path}: weights of steps {[s.step for s in sources]}, evaluations of "
+                f"{recorded or 'none'}; choose --steps that have both, or a file by --samples."
             )
         columns += [Column(s, run, read_responses(files[s.step])) for s in with_responses]
     if len(columns) > MAX_COLUMNS:
         if steps:
             raise UserError(
-                f"{len(columns)} policies are more than {MAX_COLUMNS} beside each other; name "
-                "fewer by --steps or --policy."
+                f"{len(columns)} policies are more than {MAX_COLUMNS}; name fewer, or --steps."
             )
         chosen = np.linspace(0, len(columns) - 1, MAX_COLUMNS).round().astype(int)
         columns = [columns[i] for i in chosen]
@@ -235,8 +232,7 @@ def _values(
     largest = max(int(max(r.prompt_ids.max(), r.response_ids.max())) for r in responses)
     if largest >= policy.config.vocab_size:
         raise UserError(
-            f"token {largest} is beyond the {policy.config.vocab_size} tokens of "
-            f"{source.name}: the responses are of another model."
+            f"token {largest} is not of {source.name}: the responses are of another model."
         )
     mesh = models.make_mesh(
         {"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 1}, jax.devices()[:1]

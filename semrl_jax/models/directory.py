@@ -308,8 +308,7 @@ def _check_tied(
             a, b = (f.get_slice(n)[rows] for f, n in ((head, HEAD), (embedding, EMBEDDING)))
         if not np.array_equal(a, b):
             raise UserError(
-                f"{head_file.name}: {HEAD} differs from {EMBEDDING}, but config.json says "
-                "tie_word_embeddings=true; set it to false, or take the tensor out."
+                f"{head_file.name}: {HEAD} differs from {EMBEDDING}; set tie_word_embeddings=false."
             )
 
 

@@ -210,8 +210,7 @@ def config_to_hf(
     hf = translated(hf, family.to_hf) if family.to_hf else hf
     if config_from_hf(hf, config.family) != config:
         raise UserError(
-            f"the given config.json belongs to another model than {config}; give that of the "
-            "directory that the model came from, or none."
+            f"the given config.json is of another model than {config}; give its own, or none."
         )
     return hf
 

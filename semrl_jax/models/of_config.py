@@ -110,8 +110,7 @@ def find_lora(
             if name == "targets":
                 here, there = (peft.target_names(architecture, m) for m in (here, there))
             raise UserError(
-                f"lora.{name}: the settings give {here!r}, but the adapter in lora.path="
-                f"{options.path!r} has {there!r}; set lora.{name} to that."
+                f"lora.{name}={here!r}, but the adapter in lora.path has {there!r}; set that."
             )
     return lora, adapter
 

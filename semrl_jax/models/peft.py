@@ -95,8 +95,7 @@ def check_rank(config: DecoderConfig, lora: Lora) -> None:
     for module, kernel in layer_kernels(config).items():
         if module in lora.modules and lora.rank > min(kernel.shape):
             raise UserError(
-                f"lora.rank={lora.rank} must be at most {min(kernel.shape)}, the smaller dimension "
-                f"of {kernel.name} {kernel.shape}."
+                f"lora.rank={lora.rank} must be at most {min(kernel.shape)} for {kernel.name}."
             )
 
 
@@ -189,8 +188,7 @@ def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
         content = read_json_object(file)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{str(path)!r} is no adapter: {CONFIG_FILE} is missing; name a directory that PEFT or "
-            "python -m launch.convert --adapter has written."
+            f"{str(path)!r} is no adapter: {CONFIG_FILE} is missing; name a directory of PEFT."
         ) from None
     if content.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type={content.get('peft_type')!r:.100} must be 'LORA'.")
@@ -204,8 +202,7 @@ def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
         # layers_to_transform=0 names the first layer
         elif name not in (*READ, *WITHOUT_EFFECT) and (value or type(value) in (int, float)):
             raise UserError(
-                f"{file}: {name}={value!r:.100} is not supported; train an adapter without it, or "
-                "remove the field if the adapter computes the same without it."
+                f"{file}: {name}={value!r:.100} is not supported; train an adapter without it."
             )
     rank, alpha = content.get("r"), content.get("lora_alpha")
     is_number = type(alpha) in (int, float) and 0 < alpha < MAX_ALPHA
@@ -267,8 +264,7 @@ def load_adapter(
                 if tensor is None or tensor.shape != shape:
                     there = "is missing" if tensor is None else f"has shape {tensor.shape}"
                     raise UserError(
-                        f"{file}: {name} {there}, but rank {lora.rank} upon {base_name} needs "
-                        f"{shape}; name the base that the adapter was trained on."
+                        f"{file}: {name} {there}; rank {lora.rank} of {base_name} needs {shape}."
                     )
                 if not np.isfinite(tensor).all():
                     raise UserError(
@@ -286,8 +282,7 @@ def load_adapter(
                 f"layer can have an adapter ({', '.join(names)}); train one without it."
             )
         raise UserError(
-            f"{file}: {name:.150} is no adapter of a linear module of {base_name}; name the base "
-            "that the adapter was trained on."
+            f"{file}: {name:.150} adapts no linear module of {base_name}; name its own base."
         )
     return {"layers": layers}, lora
 

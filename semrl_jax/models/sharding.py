@@ -83,8 +83,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     sizes = [max(1, len(devices) // known) if size == -1 else size for size in sizes]
     if math.prod(sizes) != len(devices):
         raise UserError(
-            f"mesh={dict(shape)} needs {math.prod(sizes)} devices, but {len(devices)} are there; "
-            "set config.mesh so that the product of its sizes is the number of devices."
+            f"mesh={dict(shape)} needs {math.prod(sizes)} devices, but {len(devices)} are there."
         )
     # Auto: the compiler places what the table does not say; jax.make_mesh defaults to explicit.
     return Mesh(np.array(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -116,8 +115,7 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
             if size % math.prod(mesh.shape[axis] for axis in axis_names(axes)):
                 sizes = " * ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axis_names(axes))
                 raise UserError(
-                    f"{sizes} must divide the {size} rows of parameter "
-                    f"{name} {tuple(leaf.shape)}; choose another mesh."
+                    f"{sizes} must divide the {size} rows of {name}; choose another mesh."
                 )
         return NamedSharding(mesh, spec)
 
@@ -163,18 +161,14 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
         if not is_dense:
             del divided["tensor"]["intermediate_size"]
     elif mesh.shape["expert"] > 1:
-        raise UserError(
-            f"mesh.expert={mesh.shape['expert']} splits experts, and the model has none; set it "
-            "to 1 and raise mesh.fsdp or mesh.replica."
-        )
+        raise UserError("mesh.expert splits experts, and the model has none; set it to 1.")
     for axis, sizes in divided.items():
         common = math.gcd(*sizes.values())
         for name, size in sizes.items():
             if size % mesh.shape[axis]:
                 allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
                 raise UserError(
-                    f"mesh.{axis}={mesh.shape[axis]} must divide the model's {name}={size}; "
-                    f"sizes that fit this model are {allowed}."
+                    f"mesh.{axis}={mesh.shape[axis]} must divide {name}={size}; {allowed} fit."
                 )
 
 

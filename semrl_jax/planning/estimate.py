@@ -60,8 +60,7 @@ def make_estimate(
     is_slice = isinstance(where, Slice)
     if replica_nodes and (is_slice or not 0 < replica_nodes < where.nodes):
         raise UserError(
-            f"--replica_nodes={replica_nodes} must be below the nodes of a GPU cluster, and "
-            f"--topology={where.name}; one of its nodes at least trains."
+            f"--replica_nodes={replica_nodes} must be below the nodes of --topology, of GPUs."
         )
     trains = where._replace(nodes=where.nodes - replica_nodes) if replica_nodes else where
     kind = "tpu" if is_slice else "gpu"
@@ -245,8 +244,7 @@ def _replica(
         cards, most = rollout.vllm_tensor_parallelism, rollout.vllm_max_num_seqs
         if cards > where.per_node:
             raise UserError(
-                f"rollout.vllm_tensor_parallelism={cards} must be at most the {where.per_node} "
-                f"GPUs of a node of --topology={where.name}."
+                f"rollout.vllm_tensor_parallelism={cards} must be at most {where.per_node}."
             )
         copies = replica_nodes * (where.per_node // cards) or processes
         room = rollout.vllm_gpu_memory_utilization * chip.hbm_bytes

@@ -62,8 +62,7 @@ def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:
         return AdapterRecord(**found | {"modules": tuple(found["modules"])})
     except (TypeError, KeyError):
         raise UserError(
-            f"checkpoint {folder} describes its adapters in a way that this version of semrl_jax "
-            "does not know; update semrl_jax."
+            f"checkpoint {folder} has adapters of a newer version; update semrl_jax."
         ) from None
 
 

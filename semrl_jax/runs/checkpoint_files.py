@@ -82,8 +82,7 @@ def checkpoint_problem(folder: pathlib.Path) -> str:
         return f"{folder / META_FILE} has no format_version"
     if meta["format_version"] > FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {folder} has format_version={meta['format_version']}, but this version "
-            f"of semrl_jax reads up to {FORMAT_VERSION}; update semrl_jax."
+            f"checkpoint {folder} has format_version={meta['format_version']}; update semrl_jax."
         )
     position = meta.get("position")
     if not (

@@ -53,8 +53,7 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
                 if own.get(name) != other.get(name):
                     raise UserError(
                         f"process {process} has {name}={other.get(name)!r}, process {peers.index} "
-                        f"has {own.get(name)!r}; start all processes with the same command and the "
-                        "same environment."
+                        f"{own.get(name)!r}; start all with the same command and environment."
                     )
 
     run_phase(peers, "compare", compare)

@@ -260,8 +260,7 @@ def _check_run(
     if needed > free:
         raise UserError(
             f"workdir={workdir}: {count} checkpoints of {size_text(size)} take {size_text(needed)} "
-            f"more, and {existing} has {size_text(free)} free; make room, name another workdir, "
-            "or lower checkpoints.keep."
+            f"more, and {existing} has {size_text(free)} free; make room or lower checkpoints.keep."
         )
     summary("disk", f"{size_text(needed)} for {count} checkpoint(s), of {size_text(free)} free")
     state = f"resumes, checkpoints of steps {saved}" if resumed else "a new run"

@@ -58,8 +58,7 @@ class JointSave:
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self._peers.count)) - arrived.keys())
                 raise TimeoutError(
-                    f"processes {missing} have not reached {point!r} of a checkpoint within "
-                    f"{timeout_s:g} s"
+                    f"processes {missing} have not reached {point!r} within {timeout_s:g} s"
                 )
             time.sleep(POLL_S)
 

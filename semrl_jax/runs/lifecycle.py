@@ -57,9 +57,8 @@ def join_others(
     call_timeout_s = config.rollout.call_timeout_s
     if place.num_processes > 1 and settings.phase_timeout_s <= call_timeout_s:
         raise UserError(
-            f"distributed.phase_timeout_s={settings.phase_timeout_s:g} must be above "
-            f"rollout.call_timeout_s={call_timeout_s:g}, because the others wait while one process "
-            "samples; raise the former or lower the latter."
+            f"distributed.phase_timeout_s={settings.phase_timeout_s:g} must be above rollout."
+            f"call_timeout_s={call_timeout_s:g}: the others wait while one process samples."
         )
     reporter = Reporter(silent=place.process_id > 0, quiet=quiet)
     # JAX aborts without naming the lost process, so its timeout is longer than ours.
@@ -89,9 +88,8 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fa
     place = find_place(config.distributed, os.environ)
     if place.num_processes > 1:
         raise UserError(
-            f"distributed: process {place.process_id} of {place.num_processes} (from "
-            f"{place.source}), but one process makes a warm start; start it alone with "
-            "--config.distributed.num_processes=1, or only launch.train, which makes it too."
+            f"distributed: one process makes a warm start, this is {place.process_id} of "
+            f"{place.num_processes} (from {place.source}); set distributed.num_processes=1."
         )
     reporter = Reporter(quiet=quiet)
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
@@ -220,8 +218,7 @@ def _train(
     announce(run, first_step)
     if first_step > num_steps:
         raise UserError(
-            f"training.num_steps={num_steps} is less than the {first_step} steps "
-            f"{directory.path} has finished; raise it or name a new workdir."
+            f"training.num_steps={num_steps} is less than the {first_step} finished; raise it."
         )
     run.begin_rows(first_step)
     try:

@@ -160,9 +160,8 @@ def check_inputs(
     plan = PassPlan.of(algorithm, config)
     if config.metrics.drift_every and plan.reference == NONE:
         raise UserError(
-            f"metrics.drift_every={config.metrics.drift_every} compares with the reference, but "
-            f"algorithms.name={config.algorithms.name!r} with these settings has none; set "
-            "algorithms.loss.kl_coefficient above 0, or drift_every=0."
+            f"metrics.drift_every={config.metrics.drift_every} needs a reference, which algorithms."
+            f"name={config.algorithms.name!r} has with algorithms.loss.kl_coefficient above 0."
         )
     if "reference" in config.training.offload and plan.reference == NONE:
         raise UserError(
@@ -189,8 +188,7 @@ def check_inputs(
         name, credit = config.environment.name, config.algorithms.advantage.credit
         if name and environments[name].is_self_play and credit != "turn":
             raise UserError(
-                f"environment.name={name!r}: the policy plays all sides, whose rewards sum to 0 in "
-                "an episode; set algorithms.advantage.credit=turn, or an opponent."
+                f"environment.name={name!r} is self-play; set algorithms.advantage.credit=turn."
             )
     critic = critic_directory = None
     if algorithm.needs.values:
@@ -435,9 +433,8 @@ def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mes
     rows = math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
     if not section.micro_batch_tokens and section.micro_batch_size % rows:
         raise UserError(
-            f"{name}.micro_batch_size={section.micro_batch_size} must be a multiple of "
-            f"the {rows} data shards (mesh.replica * mesh.fsdp * mesh.expert); change it or the "
-            "mesh."
+            f"{name}.micro_batch_size={section.micro_batch_size} must be a multiple of the {rows} "
+            "data shards (mesh.replica * mesh.fsdp * mesh.expert)."
         )
     if section.micro_batch_tokens % mesh.shape["sequence"]:
         raise UserError(
@@ -461,8 +458,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
             for name, value in own.items():
                 if others.get(name) != value:
                     raise UserError(
-                        f"process {process} reads other {name} than process {peers.index}; give "
-                        "all processes the same files."
+                        f"process {process} reads other {name} than process {peers.index}."
                     )
 
     run_phase(peers, "inputs", compare)
@@ -513,15 +509,11 @@ def check_model_limits(
     for section in ("rollout", "evaluation"):
         if (top_k := config[section].top_k) > vocab_size:
             raise UserError(
-                f"{section}.top_k={top_k} must be at most the {vocab_size} tokens of the "
-                "vocabulary; 0 keeps all."
+                f"{section}.top_k={top_k} must be at most vocab_size={vocab_size}; 0 keeps all."
             )
     for token in rollout.stop_token_ids:
         if not 0 <= token < vocab_size:
-            raise UserError(
-                f"rollout.stop_token_ids has {token}, which is not in the vocabulary of "
-                f"{vocab_size} tokens."
-            )
+            raise UserError(f"rollout.stop_token_ids has {token}, but vocab_size is {vocab_size}.")
     data.stop_word_ids(tokenizer, rollout.stop_words)
     if rollout.stop_strings or config.evaluation.stop_strings:
         data.TokenBytes(tokenizer)

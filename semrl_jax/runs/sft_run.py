@@ -66,8 +66,7 @@ class Inputs:
                     raise UserError(f"sft.{field}: {error}") from None
         if len(set(names)) < len(names):
             raise UserError(
-                f"sft.evaluation_files={tuple(sft.evaluation_files)}: two files have the same name "
-                "without ending, which names their loss in the log; rename one."
+                "sft.evaluation_files: two files have the same name without ending; rename one."
             )
         self.policy, self.tokenizer = build_policy(config)
         architecture = self.policy.config

@@ -41,9 +41,8 @@ def with_own_model(
     if not (start / "config.json").is_file():
         if peers.count > 1:
             raise UserError(
-                f"model.path={path} is a run or an adapter, which one process alone can start "
-                "from; make a model directory of it with python -m launch.convert "
-                f"--source={path} --target=DIR."
+                f"model.path={path} is a run or an adapter, from which one process can start; "
+                f"python -m launch.convert --source={path} --target=DIR makes a model of it."
             )
         source = source_of(path)
         reporter.line(f"start: {source.name}, written to {start}")

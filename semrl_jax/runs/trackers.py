@@ -186,8 +186,7 @@ def check_trackers(logging: ml_collections.ConfigDict) -> None:
         found = importlib.util.find_spec(name) if logging[name] else None
         if logging[name] and (found is None or found.origin is None):
             raise UserError(
-                f"logging.{name}={logging[name]!r} needs the package {name}, which is not "
-                f"installed: pip install {name}; or leave the setting empty."
+                f"logging.{name}={logging[name]!r} needs: pip install {name}; or leave it empty."
             )
 
 

@@ -176,8 +176,7 @@ def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[
         return _compare(path, _read_record(directory / "config.json")["config"], settings)
     if not all(map(_is_left_by_a_start, contents)):
         raise UserError(
-            f"workdir={path} is not empty and holds no run (config.json is missing); name a "
-            "new directory."
+            f"workdir={path} is not empty and has no config.json of a run; name a new directory."
         )
     return ()
 
@@ -187,8 +186,7 @@ def _lock(path: str, file: IO[str]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(
-            f"workdir={path} belongs to a run that is still running; stop it or name another "
-            "directory."
+            f"workdir={path} belongs to a run that still runs; stop it or name another directory."
         ) from None
 
 
@@ -279,8 +277,7 @@ def _check_shared(workdir: Workdir) -> None:
         run_id = None
     if run_id != workdir.run_id:
         raise UserError(
-            f"workdir={workdir.path} does not show the files that process 0 wrote there; name a "
-            "directory that all processes share."
+            f"workdir={workdir.path} lacks the files of process 0; name a directory that all share."
         )
 
 

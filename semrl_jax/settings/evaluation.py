@@ -123,8 +123,7 @@ def check(evaluation: Section) -> None:
     metrics.check(evaluation["metric_options"], "evaluation.metric_options")
     if evaluation["shots"] and not evaluation["shots_file"]:
         raise UserError(
-            f"evaluation.shots={evaluation['shots']} takes examples from evaluation.shots_file, "
-            "which is empty; name a .jsonl or .parquet file with question and answer."
+            f"evaluation.shots={evaluation['shots']} needs examples in evaluation.shots_file."
         )
 
 
@@ -172,13 +171,11 @@ def check_sampling(options: Section, place: str = "evaluation.", most: int = 0) 
         raise UserError(f"{place}n={n} must be at least 1.")
     if temperature != 0 and temperature < MIN_TEMPERATURE:
         raise UserError(
-            f"{place}temperature={temperature} must be 0, which is greedy, or at least "
-            f"{MIN_TEMPERATURE}."
+            f"{place}temperature={temperature} must be 0 or at least {MIN_TEMPERATURE}."
         )
     if temperature == 0 and n > 1:
         raise UserError(
-            f"{place}temperature=0 is greedy, which gives {place}n={n} equal responses; set a "
-            f"temperature such as 0.6, or {place}n=1."
+            f"{place}temperature=0 gives {place}n={n} equal responses; set 0.6, or {place}n=1."
         )
     if not 0 < options["top_p"] <= 1:
         raise UserError(f"{place}top_p={options['top_p']} must be in (0, 1].")
@@ -187,6 +184,5 @@ def check_sampling(options: Section, place: str = "evaluation.", most: int = 0) 
     for k in options["k"]:
         if not 1 <= k <= max(n, most):
             raise UserError(
-                f"{place}k has {k}, which must be from 1 to {place}n={n}, the responses per "
-                f"problem; raise n or leave it out."
+                f"{place}k has {k}, which must be from 1 to {place}n={n}; raise n or leave it out."
             )

@@ -40,13 +40,9 @@ class Lora:
 
 def check(lora: Section) -> None:
     if lora["rank"] and not lora["targets"]:
-        raise UserError(
-            "lora.targets=() names no module; set it to ('all-linear',), or lora.rank=0 to train "
-            "all parameters."
-        )
+        raise UserError("lora.targets=() names no module; set ('all-linear',), or lora.rank=0.")
     if lora["path"] and not lora["rank"]:
         raise UserError(
-            f"lora.path={lora['path']!r} is not read with lora.rank=0; set lora.rank to that of "
-            "the adapter, or give the adapter as model.path to train all parameters from the "
-            "merged model."
+            f"lora.path={lora['path']!r} is not read with lora.rank=0; set lora.rank to the "
+            "adapter's, or give the adapter as model.path to train the merged model."
         )

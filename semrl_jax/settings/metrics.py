@@ -104,8 +104,7 @@ def _check_layers(metrics: Section, name: str) -> None:
     layers = tuple(metrics["layers"])
     if FINAL_LAYER not in layers or min(layers) < FINAL_LAYER or len(set(layers)) < len(layers):
         raise UserError(
-            f"{name}.layers={layers} must have -1, the final layer, and may have indices of other "
-            "layers from 0, each once."
+            f"{name}.layers={layers} must have -1, the final layer, and others from 0, each once."
         )
     others = [layer for layer in layers if layer != FINAL_LAYER]
     if others and metrics["placement"] != "trainer":

@@ -37,13 +37,11 @@ def profiled_steps(profile: Section) -> range:
     found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     if not found:
         raise UserError(
-            f"profile.steps={text!r} must be FIRST:END, as 3:6 for the steps 3, 4 and 5, or empty "
-            "for no profile."
+            f"profile.steps={text!r} must be FIRST:END, as 3:6 for 3, 4 and 5, or empty."
         )
     steps = range(int(found[1]), int(found[2]))
     if not steps:
         raise UserError(
-            f"profile.steps={text!r} has no step, because END does not belong to it; "
-            f"{steps.start}:{steps.start + 1} is step {steps.start}."
+            f"profile.steps={text!r} has no step; {steps.start}:{steps.start + 1} is one."
         )
     return steps

@@ -90,13 +90,11 @@ def check(rewards: Section) -> None:
     _, function = split_functions(reward_functions(rewards["functions"]))
     if function and not model["path"]:
         raise UserError(
-            f"rewards.functions has {function.entry!r}, but rewards.model.path is empty; name the "
-            "directory of a reward model."
+            f"rewards.functions has {function.entry!r}, but rewards.model.path is empty; name one."
         )
     if model["path"] and not function:
         raise UserError(
-            f"rewards.model.path={model['path']!r} has no effect without an entry {MODEL!r} in "
-            "rewards.functions, alone or with verifiers; add it."
+            f"rewards.model.path={model['path']!r} needs an entry {MODEL!r} in rewards.functions."
         )
 
 
@@ -106,16 +104,14 @@ def check_verifiers(rewards: Section) -> None:
     for field in ("unboxed_penalty", "failure_score"):
         if not abs(rewards[field]) <= MAX_SCORE:  # NaN is not
             raise UserError(
-                f"rewards.{field}={rewards[field]} must be a number from {-MAX_SCORE:g} to "
-                f"{MAX_SCORE:g}."
+                f"rewards.{field}={rewards[field]} must be from {-MAX_SCORE:g} to {MAX_SCORE:g}."
             )
     if rewards["function"]:
         check_function("rewards.function", rewards["function"])
     verifiers, _ = split_functions(reward_functions(rewards["functions"]))
     if verifiers and rewards["function"]:
         raise UserError(
-            f"rewards.function={rewards['function']!r} and rewards.functions="
-            f"{tuple(rewards['functions'])} are both set; name all of them in rewards.functions."
+            "rewards.function and rewards.functions are both set; name all in rewards.functions."
         )
 
 

@@ -46,8 +46,7 @@ class ParquetFile:
             size, stored = sum(group.total_byte_size for group in groups), os.stat(file).st_size
         if size > max(_LARGE_BYTES, MAX_EXPANSION * stored):
             raise UserError(
-                f"{self._file} has {stored} bytes and would become {size} in memory, as no file of "
-                "data does; name another one."
+                f"{self._file} has {stored} bytes and would take {size} in memory; name another."
             )
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
@@ -87,8 +86,7 @@ class ParquetFile:
             num_bytes += table.nbytes
             if num_bytes > MAX_TABLE_BYTES:
                 raise UserError(
-                    f"{self._file} has more than {MAX_TABLE_BYTES // 2**30} GiB in the columns "
-                    f"{names!s:.200}, too much to read at once; split it."
+                    f"{self._file} has more than {MAX_TABLE_BYTES // 2**30} GiB to read; split it."
                 )
             found.append(table)
         with self._named():
@@ -113,8 +111,7 @@ class ParquetFile:
         for leaf in leaves:
             if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > MAX_WIDTH:
                 raise UserError(
-                    f"{self._file}: the values of column {leaf.path!r:.100} have {leaf.length} "
-                    f"bytes, more than {MAX_WIDTH}; remove it."
+                    f"{self._file}: values of {leaf.path!r:.99} have over {MAX_WIDTH} bytes."
                 )
         return [
             leaf.path
@@ -137,8 +134,7 @@ class ParquetFile:
                 )
             if len(batch) == 1 and size > MAX_ROW_BYTES:
                 raise UserError(
-                    f"{where} the lists have {size} bytes of text, more than {MAX_ROW_BYTES}; "
-                    "remove the row."
+                    f"{where} the lists have over {MAX_ROW_BYTES} bytes of text; remove the row."
                 )
             total += size
         if len(batch) > 1 and total > _LARGE_BYTES:

@@ -280,6 +280,5 @@ def _check_token_ids(table: pa.Table, file: pathlib.Path) -> None:
             good = pc.min(pc.list_value_length(column)).as_py() > 0
         if not good:
             raise UserError(
-                f"{file}: a row has no token ids in the column {name}; it is damaged or not of "
-                "responses, so name another file."
+                f"{file}: the column {name} has a row without token ids; name another file."
             )

@@ -86,18 +86,12 @@ def read_runs(paths: Sequence[pathlib.Path], *, may_be_empty: bool = False) -> l
         except (FileNotFoundError, NotADirectoryError):
             record = {}
         if not isinstance(record.get("run_id"), str) or not isinstance(record.get("config"), dict):
-            raise UserError(
-                f"{path} is not the directory of a run (no config.json of one); name what was "
-                "--workdir of launch.train or launch.sft."
-            )
+            raise UserError(f"{path} is no run; name --workdir of launch.train or launch.sft.")
         rows, num_left_out = read_log(path / "metrics.jsonl")
         if not rows and num_left_out:
             raise UserError(f"{path / 'metrics.jsonl'}: line 1 is damaged, so there is no log.")
         if not rows and not may_be_empty:
-            raise UserError(
-                f"{path} has no log yet (metrics.jsonl has no row); wait for the first step, or "
-                "follow the run with --serve."
-            )
+            raise UserError(f"{path} has no log yet; wait, or follow the run with --serve.")
         starts = [_shown_start(start) for start in read_rows(path / STARTS)]
         runs.append(RunLog(name, path, record, rows, starts, num_left_out))
     return runs
