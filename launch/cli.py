@@ -143,12 +143,9 @@ def open_output() -> None:
 
 @contextlib.contextmanager
 def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Checks before any work that a directory can be made at `path`.
+    """Checks before any work that a directory can be made at `path`; UserError if not.
 
     The block may write to `<path>.writing` and `<path>.replaced`, which are removed if it fails.
-
-    Raises:
-      UserError: if one of the three exists already, or the directory cannot be made.
     """
     path = pathlib.Path(os.path.abspath(path))
     neighbours = [path.with_name(path.name + end) for end in (".writing", ".replaced")]

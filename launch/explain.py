@@ -36,12 +36,7 @@ def origins(
     overridden: Mapping[str, Any],
     short_flags: Mapping[str, str],
 ) -> dict[str, str]:
-    """Where the value of each field comes from.
-
-    Args:
-      overridden: fields that a flag --config.FIELD sets.
-      short_flags: the flag that was given, by the field that it sets.
-    """
+    """Where the value of each field comes from; `overridden` are set by --config.FIELD."""
     default, _ = _known(stages.command)
     found = {}
     for field, value in stages.command.items():
@@ -104,13 +99,7 @@ def explained(
     overridden: Mapping[str, Any],
     short_flags: Mapping[str, str],
 ) -> str:
-    """What --explain prints; a config that the check refuses is explained too, with the reason.
-
-    Args:
-      config: with the flags --config.FIELD; `check` may set further fields.
-      file: values of the config file alone, by full name.
-      name_of_file, overridden, short_flags: see `origins`.
-    """
+    """What --explain prints; a config that `check` refuses is explained too, with the reason."""
     flags = flatten(config)
     reason = ""
     try:

@@ -41,10 +41,7 @@ def define_flags(fields: Fields) -> dict[str, flags.FlagHolder]:
 
 
 def config_of_policy() -> bool:
-    """Adds --config to the arguments unless it is given: the config of the run, or the default.
-
-    Returns whether it was given.
-    """
+    """Adds --config unless it is given, by the run or the default; returns whether it was."""
     given = bool(cli.given_values("config"))
     if not given:
         root, run = pathlib.Path(configs.__file__).parent, first_run()
@@ -70,10 +67,7 @@ def first_run() -> pathlib.Path | None:
 def fields_of_flags(
     fields: Fields, values: Mapping[str, Any], overridden: Collection[str]
 ) -> dict[str, Any]:
-    """Values by field of the config; in `values`, None is of a flag that was not given.
-
-    Raises UserError if a flag and a flag --config.FIELD, in `overridden`, set one field.
-    """
+    """Values by field of the config; UserError if two flags set one. None: it was not given."""
     found = {}
     for name, (field, kind, _) in fields.items():
         if values[name] is None:
@@ -92,8 +86,7 @@ def chosen_fields(
 ) -> dict[str, Any]:
     """Values by field of the config: of the flags, else the defaults of the command.
 
-    The `fixed` ones have no meaning in the command, which sets them itself. Raises UserError if two
-    flags set one field, or a flag --config.FIELD sets a fixed one.
+    UserError if two flags set one field, or one a `fixed` field, which the command sets itself.
     """
     overridden = flags.FLAGS["config"].override_values
     if wrong := sorted(fixed.keys() & overridden.keys()):
@@ -124,10 +117,7 @@ def short_flags(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:
 def chosen_states(
     layers: Sequence[str], kinds: Sequence[str] | None, dtype: str
 ) -> HiddenStateParams | None:
-    """The hidden states that flags ask for; without `kinds`, of the response.
-
-    Raises UserError for a wrong layer or kind.
-    """
+    """The hidden states that flags ask for, by default of the response; UserError if wrong."""
     given, kinds = kinds, kinds if kinds is not None else STATE_KINDS[:1]
     for layer in layers:
         if not re.fullmatch(r"-1|[0-9]{1,6}", layer.strip()):

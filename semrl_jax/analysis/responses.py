@@ -75,10 +75,7 @@ def measure_responses(
     response_mask: Bool[np.ndarray, "B T"],
     **options: Any,
 ) -> Columns:
-    """The number of each response, its tokens, and COLUMNS; NaN where not valid.
-
-    Options and errors as in `metrics.hidden_state_metrics`.
-    """
+    """The number of each response, its tokens, and COLUMNS; see `metrics.hidden_state_metrics`."""
     names = tuple(dict.fromkeys(key.name for key in COLUMNS.values()))
     measured = [
         measure_response(*response, names=names, orders=("effective_rank",), **options)

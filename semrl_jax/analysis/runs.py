@@ -49,10 +49,7 @@ class RunSteps(NamedTuple):
 
 
 def find_steps(workdir: str | os.PathLike[str]) -> RunSteps:
-    """The steps of a run whose weights still exist: a checkpoint, or for step 0 what it began with.
-
-    Raises UserError if there is no run, or no such step.
-    """
+    """The steps of a run whose weights still exist, at least one; UserError if there is none."""
     workdir = pathlib.Path(workdir)
     try:
         config = read_json_object(workdir / "config.json")["config"]
@@ -89,11 +86,7 @@ def response_states(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
 ) -> list[Float[np.ndarray, "_ D"]]:
-    """Final states of each response, from one right-padded forward pass per micro-batch.
-
-    Raises UserError for a token beyond the policy's vocabulary: it would get another one's
-    embedding.
-    """
+    """Final states of each response; UserError for a token beyond the policy's vocabulary."""
     largest = max(int(ids.max(initial=0)) for ids in (*prompts, *responses))
     if largest >= policy.config.vocab_size:
         raise UserError(
@@ -124,9 +117,6 @@ def read_responses(
     """The rows of a file, see `response_files.read`, with token ids and masks as arrays.
 
     Without the column `response_mask`, the policy sampled every response token.
-
-    Raises:
-      UserError: if the file has no response, or a mask has not the length of its response.
     """
     optional = None if optional is None else (*optional, "response_mask")
     rows = response_files.read(file, (*IDS, *needed), optional).to_pylist()

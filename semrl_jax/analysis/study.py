@@ -67,10 +67,7 @@ class StudyCorrelation(NamedTuple):
 
 
 def check_measures(names: Sequence[str]) -> tuple[str, ...]:
-    """The names that are metrics of METRICS and no measures of a study anyhow.
-
-    Raises UserError for a name that is neither.
-    """
+    """The names that are metrics and no measures of a study; UserError for an unknown one."""
     known = [*RESPONSE_MEASURES, *PROMPT_MEASURES, *METRICS]
     for name in names:
         if name not in known:

@@ -108,10 +108,7 @@ def load_conversations(
       files_field: the setting that names the files, for error messages.
       report: gets lines about rows left out, and every few seconds the progress.
 
-    Raises:
-      UserError: if a file is missing, unreadable, empty or given twice; if a row is bad and bad
-        rows are not skipped; or if no conversation is left. The message names the file, the line
-        (counted from 1) and the field.
+    UserError names file, line (from 1) and field.
     """
     files = [pathlib.Path(path) for path in paths]
     names = ", ".join(map(str, files))
@@ -175,11 +172,7 @@ def load_conversations(
 def conversation_of(
     token_ids: Int[np.ndarray, " N"], loss_mask: Bool[np.ndarray, " N"]
 ) -> Conversation:
-    """Leaves out the tokens after the last one to learn: nothing that is learned depends on them.
-
-    Raises:
-      RowError: if no token can be learned.
-    """
+    """Leaves out the tokens after the last one to learn; RowError if there is none."""
     loss_mask = loss_mask & (np.arange(len(loss_mask)) > 0)
     places = np.flatnonzero(loss_mask)
     if not len(places):
@@ -198,7 +191,7 @@ def conversation_reader(
     system_prompt: str = "",
     add_special_tokens: bool = True,
 ) -> MessagesReader | CompletionReader:
-    """Makes the reader of a format.
+    """Makes the reader of a format; UserError for a tokenizer, field or template that does not fit.
 
     Args:
       tokenizer: a fast one, which knows the place of each token in the text.
@@ -207,9 +200,6 @@ def conversation_reader(
         the end token follows the completion.
       messages_field: of "messages"; the other fields and options are of "prompt_completion", as in
         `load_prompts`. The completion is not changed.
-
-    Raises:
-      UserError: for a tokenizer, field or template that cannot be used.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
@@ -391,13 +381,10 @@ class MessagesReader(_Reader):
 
 
 def check_messages(messages: Any, field: str) -> list[Message]:
-    """The messages of a row with role and content only.
+    """The messages of a row with role and content only; RowError names message and rule.
 
     At most one system message comes first. Then user and assistant alternate. The first message is
     not the assistant's: a response needs a prompt. At least one is.
-
-    Raises:
-      RowError: naming the message, counted from 1, and the rule.
     """
     if not isinstance(messages, list) or not messages:
         raise RowError(f"field {field!r} must be a list of messages, not {messages!r:.80}.")

@@ -35,9 +35,7 @@ def demonstration_rows(
 ) -> Demonstrations:
     """Tokenises (prompt, response) pairs and ends each response with the end token.
 
-    Prompt and response are tokenised separately, as in sampling. The lengths are in tokens, the end
-    token included; by default they fit the quickstart task. Raises ValueError if there is no
-    pair, or a text is too long.
+    The lengths are in tokens, the end token included. ValueError for no pair, or a long text.
     """
     if not pairs:
         raise ValueError("there are no demonstrations.")

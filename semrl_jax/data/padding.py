@@ -34,11 +34,7 @@ def pad_rows(
     response_length: int,
     pad_id: int,
 ) -> PaddedTokens:
-    """Lays out training rows; S = prompt_length + response_length.
-
-    Raises:
-      ValueError: if the numbers of prompts and responses differ, or one is too long.
-    """
+    """Lays out training rows; S = prompt_length + response_length. ValueError: one is too long."""
     if len(prompt_ids) != len(response_ids):
         raise ValueError(
             f"{len(prompt_ids)} prompts and {len(response_ids)} responses do not pair."
@@ -59,11 +55,7 @@ def pad_rows(
 def pad_response_values(
     values: Sequence[Shaped[np.ndarray, " _"]], length: int, dtype: type = np.float32
 ) -> Shaped[np.ndarray, "B T"]:
-    """Pads values of response tokens, such as log-probabilities, with 0 on the right.
-
-    Raises:
-      ValueError: if there are more than `length` values for a response.
-    """
+    """Pads values of response tokens with 0 on the right; ValueError if there are too many."""
     padded = np.zeros((len(values), length), dtype)
     for row, row_values in zip(padded, values, strict=True):
         _check_fits(len(row_values), length)

@@ -75,11 +75,7 @@ def sources(entries: Sequence[str]) -> list[Source]:
 def training_problems(
     entries: Sequence[Source], seed: int, count: int, num_held_out: int
 ) -> list[Problem]:
-    """Problems for training, without those of `held_out_problems`.
-
-    The entries take turns by their weights. The same arguments give the same problems. Raises
-    UserError if a data set cannot be made, or has too few problems that are not held out.
-    """
+    """Problems for training, without the held-out ones; the entries take turns by their weights."""
     held_out = {problem.question for problem in held_out_problems(entries, num_held_out)}
     found: list[Problem] = []
     first = (seed + 1) * 1_000_003 % (HELD_OUT_SEED // 2)
@@ -100,10 +96,7 @@ def training_problems(
 
 
 def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
-    """`count` different problems of each entry; they do not depend on the seed of the run.
-
-    Raises UserError if a data set cannot be made or has fewer problems.
-    """
+    """`count` different problems of each entry, for any seed of the run; UserError if too few."""
     found: list[Problem] = []
     for source in entries if count else ():
         different: dict[str, Problem] = {}
@@ -147,10 +140,7 @@ def data_sets() -> list[DataSet]:
 
 
 def options(source: Source) -> dict[str, tuple[str, str]]:
-    """Value and default of each option of an entry, as an entry gives them.
-
-    Raises UserError if the package is missing, or there is no such data set or option.
-    """
+    """Value and default of each option of an entry; UserError if there is no such data set."""
     defaults = {f.name: _default(f) for f in _option_fields(source.dataset, source.options)}
     return {
         name: (_text(source.options[name]) if name in source.options else default, default)
@@ -175,10 +165,7 @@ def containing(source: Source) -> str:
 
 
 def remade(row: Any) -> tuple[Any, dict[str, Any]]:
-    """The data set of a problem's row and its entry, for the scorer.
-
-    Raises UserError if the row has none, or the package is missing.
-    """
+    """The data set of a problem's row and its entry, for the scorer; UserError if it has none."""
     made = row.get(COLUMN) if isinstance(row, dict) else None
     try:
         name, options, seed, size, index = (

@@ -72,11 +72,7 @@ class RowReader:
         return (DATA_SOURCE_FIELD,) if self.needs_answer else (DATA_SOURCE_FIELD, self.answer_field)
 
     def read(self, row: dict[str, Any], default_source: str) -> Problem:
-        """Reads a row; without a field "data_source" it gets the default source.
-
-        Raises:
-          RowError: if the row is bad; the message names the field.
-        """
+        """Reads a row; without "data_source" it gets the default. RowError names a field."""
         if self.has_template:
             self._check_messages(row)
         question = question_text(row, self.question_fields)
@@ -140,18 +136,11 @@ def row_reader(
     needs_answer: bool = True,
     field_prefix: str = "data.",
 ) -> RowReader:
-    """Makes the reader of a format.
+    """Makes the reader of a format; UserError for a wrong one, or fields with "simplerl".
 
-    Args:
-      row_format: "question_answer": fields by name. "simplerl": rows of SimpleRL-Zoo, whose
-        question is the text of the only message under `prompt`, template included, and whose
-        answer is `reward_model.ground_truth`.
-      field_prefix: stands before the names of these arguments in error messages. For the others,
-        see `RowReader`.
-
-    Raises:
-      UserError: if the format is unknown, a field's name is empty, or fields are given with
-        "simplerl".
+    "question_answer" has fields by name, see `RowReader`. "simplerl" are rows of SimpleRL-Zoo,
+    whose question is the text of the only message under `prompt`, template included, and whose
+    answer is `reward_model.ground_truth`.
     """
     if isinstance(question_fields, str):
         question_fields = (question_fields,)
@@ -201,12 +190,7 @@ class BadRows:
 
 
 def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
-    """The texts in the fields of a row, see `RowReader.question_fields`.
-
-    Raises:
-      RowError: if a field is missing or holds no text, or if the fields are texts of messages and
-        none of them is the user's.
-    """
+    """The texts in the fields of a row, see `RowReader.question_fields`; RowError if bad."""
     roles = [_role(row, field) for field in fields]
     if all(roles) and "user" not in roles:
         raise RowError(
@@ -279,10 +263,7 @@ def _is_json(value: Any) -> bool:
 
 
 def answer_text(value: Any) -> str | None:
-    """The answer as text, in full digits: 27.0 and 27.00 are "27", 1e-05 is "0.00001".
-
-    Number columns turn whole answers into floats. An exponent is read as a variable by verifiers.
-    """
+    """The answer as text, in full digits: 27.0 and 27.00 are "27", 1e-05 is "0.00001"."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool):

@@ -70,18 +70,10 @@ def prompt_order(size: int, seed: int, epoch: int) -> Int[np.ndarray, " size"]:
 def next_prompts(
     dataset: PromptDataset, seed: int, position: Position, count: int
 ) -> tuple[list[PromptExample], Position]:
-    """Reads from a position on, into the next epochs if necessary.
+    """Reads `count` prompts from a position on, into the next epochs; returns the new position.
 
-    Args:
-      position: (epoch, cursor), 0 <= cursor <= size.
-      count: prompts to read; may exceed the dataset.
-
-    Returns:
-      The prompts and the position after them. Two calls in a row read the same as one.
-
-    Raises:
-      ValueError: if the dataset is empty.
-      UserError: if the position is outside the dataset.
+    Two calls in a row read the same as one. ValueError for an empty dataset, UserError if the
+    position, (epoch, cursor) with 0 <= cursor <= size, is outside of it.
     """
     epoch, cursor = position
     size = len(dataset)
@@ -112,17 +104,7 @@ def build_dataset(
     template: str = "",
     add_special_tokens: bool = True,
 ) -> PromptDataset:
-    """Tokenises (prompt, answer) pairs and leaves out prompts that are too long.
-
-    Args:
-      rows: prompt texts including the template, and reference answers.
-      data_source, template: stored with every example.
-      max_prompt_tokens: the limit, in tokens.
-      add_special_tokens: see `encoding.special_prefix`; training and evaluation must agree.
-
-    Raises:
-      UserError: if no prompt is left.
-    """
+    """Tokenises (prompt, answer) pairs and leaves out long prompts; UserError if none is left."""
     rows = list(rows)
     texts = [prompt for prompt, _ in rows]
     prefix = special_prefix(tokenizer, add_special_tokens=add_special_tokens)

@@ -13,11 +13,7 @@ QUESTION, RESPONSE, ANSWER = "question", "response", "answer"
 
 
 def read_shots(path: str | os.PathLike[str], count: int) -> list[tuple[str, str]]:
-    """The first examples of a .jsonl or .parquet file, as pairs of question and answer.
-
-    The answer of a row is its field "response", or else "answer". Raises UserError if the file
-    cannot be read, has fewer rows, or one of them is bad; it names file, row and field.
-    """
+    """The first examples of a file, as pairs of question and answer; UserError if too few."""
     shots = []
     for where, row in itertools.islice(read_rows(path), count):
         try:

@@ -104,10 +104,8 @@ class ChatTurns:
     ) -> list[Continued]:
         """The transcripts after a message of the policy each, and an answer to it.
 
-        Args:
-          answers: messages of others.
-          last_tokens: of the policy's messages. If one ends a message, the template's own end
-            token is left out: Llama 3 ends a call with <|eom_id|>, others with <|eot_id|>.
+        If the policy's last token ends a message, the template's own end token is left out: Llama 3
+        ends a call with <|eom_id|>, others with <|eot_id|>.
         """
         longer = [
             (*transcript.messages, _own(PLACEHOLDER), *map(self._marked, answer))
@@ -135,18 +133,7 @@ class ChatTurns:
     def check(
         self, messages: Sequence[Mapping[str, str]], answer: Sequence[Mapping[str, str]]
     ) -> list[str]:
-        """Checks that the template keeps the policy's messages as they are.
-
-        Args:
-          messages: a prompt.
-          answer: to a message of the policy.
-
-        Returns:
-          Lines that a user should see.
-
-        Raises:
-          UserError: if it refuses the messages, or changes messages of the policy.
-        """
+        """UserError if the template changes the policy's messages; returns lines for the user."""
         first = tuple(map(self._marked, messages))
         reply = tuple(map(self._marked, answer))
         probes = (PLACEHOLDER, f"{PLACEHOLDER} y.", _THOUGHT, _BLANKS)
@@ -257,11 +244,7 @@ def _own(text: str) -> Mapping[str, Any]:
 
 
 def _after(before: str, own: str, text: str) -> str | None:
-    """What follows the policy's message `own` in a text that begins with `before`.
-
-    The template may put blanks between the two, which the policy writes itself. None if the text
-    begins in another way.
-    """
+    """What follows the policy's message in a text that begins with `before`, but for blanks."""
     if not text.startswith(before):
         return None
     begin = text.find(own, len(before))

@@ -72,8 +72,7 @@ class Benchmark:
 class BenchmarkReader:
     """Reads rows of a benchmark for `data.load_prompts`.
 
-    `columns` of its problems tell the grader the kind of the answer. With `keep_row` they hold the
-    row, too.
+    `columns` of its problems have the kind of the answer, and with `keep_row` the row.
     """
 
     benchmark: Benchmark
@@ -183,10 +182,7 @@ def choice_problem(
 def options_in(text: str, letters: str, mark: str) -> tuple[str, ...]:
     """The texts of the options in a text; () if it does not have one for each letter in this order.
 
-    Args:
-      text: such as "Which is 2? A. 1+0 B. 1+1".
-      letters: of all options.
-      mark: pattern of what introduces an option, with L for its letter.
+    `mark` is the pattern of what introduces an option, with L for its letter.
     """
     marks = [mark.replace("L", letter) for letter in letters]
     found = re.fullmatch(".*" + "(.*?)".join(marks) + "(.*)", text, re.DOTALL)

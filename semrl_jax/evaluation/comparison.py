@@ -38,16 +38,9 @@ MAX_TICKS = 12
 def compare(evaluated: Mapping[str, Mapping[str, Figures]]) -> dict[str, Any]:
     """What `comparison.json` holds: the results of all policies, and differences from the first.
 
-    Args:
-      evaluated: by name of the policy, what `results.evaluate` returned with the same scores.
-
-    Returns:
-      `first`: name of the first policy. `results`: by policy. `differences`: by policy other than
-      the first, benchmark and figure, with the fields of `statistics.Difference`. Averages over
-      different benchmarks have none.
-
-    Raises:
-      UserError: if there is no policy, or a benchmark has other problems for one of them.
+    `differences` are by policy other than the first, benchmark and figure, with the fields of
+    `statistics.Difference`. Averages over different benchmarks have none. UserError if there is no
+    policy, or a benchmark has other problems for one of them.
     """
     if not evaluated:
         raise UserError("a comparison needs at least one policy.")
@@ -125,10 +118,7 @@ def _difference_text(found: Mapping[str, Any] | None) -> str:
 def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[str] = ()) -> Figure:
     """Draws figures over the steps of runs, one panel per benchmark, with bands of 95 %.
 
-    Args:
-      steps: results by step, by name of the run.
-      figures: to draw; default: all accuracies (pass@k, mean@n, ...) of one run. With several runs
-        the default is the first of them only.
+    The default figures are all accuracies of one run, and the first of them of several runs.
     """
     all_steps = sorted({step for by_step in steps.values() for step in by_step})
     rows = [found for by_step in steps.values() for found in by_step.values()]

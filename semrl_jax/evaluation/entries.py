@@ -46,12 +46,9 @@ class Entry(NamedTuple):
 
 
 def benchmark_entries(evaluation: Section) -> list[Entry]:
-    """The benchmarks of `evaluation.benchmarks`, those of groups one by one.
+    """The benchmarks of `evaluation.benchmarks`, those of groups one by one; UserError if wrong.
 
     A set that is in a group and in another entry counts once, with the settings of the later entry.
-
-    Raises:
-      UserError: for an unknown name or setting, a value out of range, or one name for two.
     """
     found: dict[str, Entry] = {}
     grouped: set[str] = set()
@@ -90,9 +87,7 @@ def benchmark_entries(evaluation: Section) -> list[Entry]:
 def benchmark_settings(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:
     """The settings of `EVALUATOR_SETTINGS` of each entry of `evaluation.benchmarks`, by its name.
 
-    Such as {"gsm8k": {"verifier": "benchmark", "n": 4}, "mine": {}}. What is missing is as in
-    `config.evaluation`. A named set has a verifier. Benchmarks of modules and of `evaluation.files`
-    are not in the result.
+    Such as {"gsm8k": {"verifier": "benchmark", "n": 4}, "mine": {}}. A named set has a verifier.
     """
     return {
         entry.name: ({"verifier": GRADER} if entry.kind == "set" else {})

@@ -147,8 +147,7 @@ class Evaluator:
 
         The group of a response is the index of its problem. A response depends on the seed of the
         config, the weights, the name of its benchmark, its place in it, and its sample index. With
-        the JAX engine, it also depends, by rounding, on the other responses of the call. Problems
-        whose prompt is too long have none.
+        the JAX engine, it also depends, by rounding, on the other responses of the call.
         """
         limit = self.config.rollout.max_prompt_tokens
         asked = {
@@ -233,11 +232,7 @@ def benchmarks_of(
     options: ml_collections.ConfigDict,
     settings: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Benchmark]:
-    """The benchmarks of the problems, by name.
-
-    Raises:
-      UserError: for a setting of a benchmark that is out of range, or a score with a wrong plan.
-    """
+    """The benchmarks of the problems, by name; UserError for a wrong setting or plan."""
     places: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
         places.setdefault(problem.data_source, []).append(index)
@@ -266,11 +261,7 @@ def figures_of(
     problems: Sequence[Sequence[Sample]],
     options: ml_collections.ConfigDict,
 ) -> dict[str, PerProblem]:
-    """The figures of all scores for one benchmark.
-
-    Raises:
-      UserError: if a score of the user fails or has a wrong result, or two have one name.
-    """
+    """The figures of all scores for one benchmark; UserError if a user's score fails."""
     figures: dict[str, PerProblem] = {}
     for score in dict.fromkeys(scores):
         with running("evaluation.scores", score, "per_problem"):

@@ -69,17 +69,9 @@ def evaluate(
 ) -> dict[str, Figures]:
     """The figures of each benchmark and of the averages.
 
-    Args:
-      samples: of one policy.
-      scores: modules, see `evaluation.interface`.
-      options: `config.evaluation`.
-      groups: names of benchmarks by name of a group. The average over a group of which all
-        benchmarks were evaluated is "average/<group>". "average" is over all, if there are two.
-      own: options of the benchmarks that have others, by name.
-
-    Raises:
-      UserError: if a score fails, a benchmark has the name of an average, or a sample is there
-        twice.
+    The average over a group of which all benchmarks were evaluated is "average/<group>", and
+    "average" is over all, if there are two. `own` are options of benchmarks that have others.
+    UserError if a score fails, a benchmark has the name of an average, or a sample is there twice.
     """
     benchmarks: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -167,10 +159,7 @@ def results(
     options: ml_collections.ConfigDict,
     groups: Mapping[str, Sequence[str]] | None = None,
 ) -> Results:
-    """`as_results` of `evaluate`: figures, intervals and sizes by benchmark.
-
-    Accuracies and fractions are in [0, 1], lengths in tokens. An interval has 95 %.
-    """
+    """`as_results` of `evaluate`: fractions in [0, 1], lengths in tokens, intervals of 95 %."""
     return as_results(evaluate(samples, scores, options, groups))
 
 

@@ -78,13 +78,7 @@ def sampled(
     first_sample: int,
     text: Callable[[np.ndarray], str],
 ) -> list[Sample]:
-    """The samples of scored responses.
-
-    Args:
-      problems: place in its benchmark and problem of each group.
-      first_sample: the smallest sample index of the rollouts.
-      text: of token ids, with special tokens.
-    """
+    """The samples of scored responses; `problems` has place and problem of each group."""
     columns = items.columns(["turn_rewards"], text)
     samples = []
     for values in zip(*columns.values()):
@@ -138,11 +132,7 @@ def write_samples(file: pathlib.Path, samples: Sequence[Sample]) -> None:
 
 
 def read_samples(file: pathlib.Path) -> list[Sample]:
-    """The samples of a file, in its order. Other columns are ignored.
-
-    Raises:
-      UserError: naming the file and what is wrong, if it is missing or no file of samples.
-    """
+    """The samples of a file, in its order; UserError if it is missing or no file of samples."""
     if not file.is_file():
         raise UserError(f"{file} is not a file; name a samples.parquet of an evaluation.")
     tables = response_files.batches(file, COLUMNS, (METRICS, *OF_EPISODES))

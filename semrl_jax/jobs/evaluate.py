@@ -103,18 +103,9 @@ def evaluate(
 ) -> int:
     """Samples, grades and scores the responses of all policies, and compares the policies.
 
-    Args:
-      config: settings of rollout and evaluation; `model.path` is not read.
-      sources: the policies. Those of one run share the replicas.
-      output: results of a single policy are in it, of several in a directory each below it.
-      only_check: check everything that can be checked without sampling, and write nothing.
-      quiet: print only the last block and what needs attention.
-
-    Returns:
-      The exit code: 0, or 75 after a signal.
-
-    Raises:
-      UserError: for a wrong setting, file, policy or replica.
+    The results of a single policy are in `output`, of several in a directory each below it. With
+    `only_check` nothing is sampled or written. `config.model.path` is not read. Returns 0, or 75
+    after a signal; UserError for a wrong setting, file, policy or replica.
     """
     places = {source: output if len(sources) == 1 else output / source.name for source in sources}
 

@@ -86,20 +86,8 @@ def generate(
 ) -> int:
     """Samples `evaluation.n` responses to each prompt of `data.files`.
 
-    Args:
-      config: settings of data, rollout and evaluation: sampling, verifier and metrics;
-        `model.path` is not read.
-      source: the policy.
-      output: directory of the results.
-      contents: what is generated.
-      only_check: check everything that can be checked without sampling, and write nothing.
-      quiet: print only the last block and what needs attention.
-
-    Returns:
-      The exit code: 0, or 75 after a signal.
-
-    Raises:
-      UserError: for a wrong setting, file, policy or replica.
+    With `only_check` nothing is sampled or written. `config.model.path` is not read. Returns 0, or
+    75 after a signal; UserError for a wrong setting, file, policy or replica.
     """
 
     def work(reporter: Reporter, stop: StopRequest) -> None:

@@ -63,15 +63,7 @@ class ResultDirectory:
     record: str = RECORD
 
     def check(self, shared: Mapping[str, Any], benchmarks: Mapping[str, Mapping[str, Any]]) -> None:
-        """Records what decides the responses; compares it with the record of earlier responses.
-
-        Args:
-          shared: settings of all benchmarks.
-          benchmarks: settings by benchmark.
-
-        Raises:
-          UserError: if a setting has changed.
-        """
+        """Records what decides the responses; UserError if it is another than earlier."""
         record = self._record()
         for name, new in {"": shared, **benchmarks}.items():
             old = record["benchmarks"].get(name, {}) if name else record.get("settings", {})
@@ -134,12 +126,7 @@ class ResultDirectory:
     def finish(
         self, samples: Sequence[Sample], over_set: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Writes the samples of all benchmarks and removes the parts.
-
-        Args:
-          samples: of finished benchmarks, earlier ones included.
-          over_set: metrics over all responses, by benchmark.
-        """
+        """Writes the samples of all benchmarks, and metrics over them, and removes the parts."""
         record = self._record()
         for name, values in over_set.items():
             record["benchmarks"][name]["over_set"] = dict(values)
@@ -167,15 +154,7 @@ class ResultDirectory:
 
 
 def open_results(path: pathlib.Path, name: str = RECORD) -> ResultDirectory:
-    """Makes or reopens a directory of results, and locks it for this process.
-
-    Args:
-      path: of the directory.
-      name: of its record.
-
-    Raises:
-      UserError: if it cannot be written, holds something else, or another process uses it.
-    """
+    """Makes or reopens a directory of results, locked for this process; UserError if it cannot."""
     path = path.absolute()
     try:
         if path.exists() and not path.is_dir():

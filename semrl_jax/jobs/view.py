@@ -66,17 +66,10 @@ class Column(NamedTuple):
 def find_columns(
     paths: Sequence[str], steps: Sequence[int] | None, samples: pathlib.Path | None
 ) -> list[Column]:
-    """The policies to compare.
+    """The policies to compare; UserError if one has no responses, or they are too many.
 
-    Args:
-      paths: as in `find_policies`.
-      steps: of each run. None or empty: all that have responses and weights, at most
-        `MAX_COLUMNS`, the first and the last among them.
-      samples: the same responses for all policies. None: each one's own, of the evaluation that
-        its run recorded.
-
-    Raises:
-      UserError: if a policy has no responses, or there are too many policies.
+    Without `steps`, all of a run that have responses and weights, at most `MAX_COLUMNS`, the first
+    and the last among them. Without `samples`, each one's own responses of its recorded evaluation.
     """
     columns = []
     for path, name in zip(paths, policy_names(paths)):
@@ -111,11 +104,7 @@ def find_columns(
 
 
 def read_responses(file: pathlib.Path) -> dict[str, Response]:
-    """The responses of a Parquet file by the name of their problem and sample.
-
-    Raises:
-      UserError: if the file cannot be read, or lacks token ids.
-    """
+    """The responses of a Parquet file by problem and sample; UserError if it lacks token ids."""
     optional = "benchmark", "group_id", "sample_index", *Response._fields[2:]
     table = response_files.read(file, IDS, optional)
     found = {}
@@ -138,13 +127,10 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
 def chosen_problems(
     columns: Sequence[Column], problems: Sequence[str], show: str, limit: int
 ) -> list[str]:
-    """The first `limit` problems that all policies have and that fit `show`, one of SHOWN.
+    """The first `limit` problems that all policies have and that fit `show`; UserError if none.
 
     A problem that has another reference in another column is another problem of the same name: the
     policies were evaluated on other data. Prompts may differ, since runs may have other templates.
-
-    Raises:
-      UserError: if there is none, or one of `problems`, if any are given, is not there.
     """
     common = [
         name
@@ -189,10 +175,7 @@ def write_view(
 ) -> None:
     """Computes the values with the weights of each policy, and writes the page.
 
-    Args:
-      names: names of the problems to show.
-      stride: tokens of a window; 0: metrics.stride of the first policy's run, else DEFAULT_STRIDE.
-      progress: called with a line before each policy.
+    Without a `stride`, metrics.stride of the first policy's run, else DEFAULT_STRIDE.
     """
     stride = stride or setting_of(columns[0].run, "metrics", "stride") or DEFAULT_STRIDE
     cells: list[list[dict[str, Any]]] = [[] for _ in names]

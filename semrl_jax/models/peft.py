@@ -55,15 +55,7 @@ _ADAPTED = re.compile(r"base_model\.model\.(?:model\.layers\.\d+\.)?(.+?)\.(?:lo
 
 
 def find_modules(config: DecoderConfig, targets: Sequence[str]) -> tuple[str, ...]:
-    """The modules of a layer that `lora.targets` names, in the order of the decoder.
-
-    Args:
-      targets: names of Hugging Face such as "q_proj" or "self_attn.q_proj", patterns of them with
-        * and ?, or "all-linear".
-
-    Raises:
-      UserError: for a target that matches no module.
-    """
+    """The modules of a layer that `lora.targets` names; UserError for one that matches none."""
     names = {module: kernel.name for module, kernel in layer_kernels(config).items()}
     found = set()
     for target in targets:
@@ -109,11 +101,7 @@ def save_adapter(
 ) -> None:
     """Writes a directory for `peft.PeftModel.from_pretrained` and `load_adapter`, or nothing.
 
-    Args:
-      path: replaced if it exists.
-      adapter: float32, of `lora`, on the host or on devices of this process.
-      config, base: of the base, and its directory.
-      base_name: for `base_model_name_or_path`: the hub id, or the directory.
+    `base_name` is the hub id or the directory, for `base_model_name_or_path`.
     """
     kernels = layer_kernels(config)
     tensors = {
@@ -179,10 +167,7 @@ class AdapterFiles(NamedTuple):
 
 
 def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
-    """Reads `adapter_config.json`.
-
-    Raises UserError if it is missing, or asks for what is not supported.
-    """
+    """Reads `adapter_config.json`; UserError if it asks for what is not supported."""
     file = pathlib.Path(path) / CONFIG_FILE
     try:
         content = read_json_object(file)
@@ -222,15 +207,7 @@ def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
 def load_adapter(
     files: AdapterFiles, config: DecoderConfig, base: pathlib.Path, base_name: str
 ) -> tuple[Params, Lora]:
-    """The adapter of a directory, float32 in NumPy, and what it is.
-
-    Args:
-      config, base: of the base, and its directory.
-      base_name: how the user named it.
-
-    Raises:
-      UserError: if the file is unreadable, or the adapter is of another base or lacks layers.
-    """
+    """The adapter of a directory, float32 in NumPy, and what it is; UserError if it is wrong."""
     file = files.path / WEIGHTS_FILE
     if not file.is_file():
         raise UserError(f"{file} is missing.")
@@ -290,10 +267,7 @@ def load_adapter(
 def _check_base(
     files: AdapterFiles, metadata: Mapping[str, Any], base: pathlib.Path, base_name: str
 ) -> None:
-    """Raises UserError if an adapter was trained on other weights.
-
-    Our files have a sample of the weights. For others, the last part of the name must be the same.
-    """
+    """UserError if an adapter was trained on other weights: by a sample of them, or the name."""
     if BASE_SAMPLE in metadata:
         if metadata[BASE_SAMPLE] != base_sample(base):
             raise UserError(

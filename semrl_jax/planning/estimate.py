@@ -49,14 +49,7 @@ def make_estimate(
     architecture: models.DecoderConfig,
     replica_nodes: int = 0,
 ) -> dict[str, Any]:
-    """The object of `plan.make_plan`, by closed forms, and the replicas.
-
-    Args:
-      replica_nodes: nodes of the cluster that have vLLM replicas; the others train.
-
-    Raises:
-      UserError: if the mesh fits neither the devices nor the model, or no node is left to train.
-    """
+    """The object of `plan.make_plan`, by closed forms, and the replicas on other nodes."""
     is_slice = isinstance(where, Slice)
     if replica_nodes and (is_slice or not 0 < replica_nodes < where.nodes):
         raise UserError(
@@ -195,10 +188,7 @@ def _times(
 ) -> dict[str, Any]:
     """A program by its operations on all devices, and the bytes that one of them moves and sends.
 
-    Args:
-      mesh: size by axis.
-      sent: bytes by axis. In a ring around several nodes, they leave a node once for each
-        group of its devices.
+    In a ring around several nodes, bytes leave a node once for each group of its devices.
     """
     chip, count = where.chip, math.prod(mesh.values())
     inside, leaving, stride = 0.0, 0.0, count

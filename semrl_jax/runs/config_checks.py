@@ -38,10 +38,7 @@ from semrl_jax.support.modules import module_names
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first wrong field or combination of fields of a training run.
-
-    It adds the options of a user's algorithm that the config does not set.
-    """
+    """UserError for the first wrong field or combination; adds options of a user's algorithm."""
     check_sections(config)
     check_prompts(config.data)
     check_responses(config.rollout)

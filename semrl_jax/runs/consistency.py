@@ -70,10 +70,7 @@ def code_hash() -> str:
 
 
 def function_hash(path: str) -> str:
-    """Hex SHA-256 of the file of 'package.module:name'; empty if there is no such file.
-
-    The module is not imported, because its code must run only in the verifier processes.
-    """
+    """Hex SHA-256 of the file of 'package.module:name', which is not imported; "" without one."""
     places = None
     for name in itertools.accumulate(path.partition(":")[0].split("."), "{}.{}".format):
         spec = importlib.machinery.PathFinder.find_spec(name, places)

@@ -48,10 +48,7 @@ EXIT_PREEMPTED = 75
 def join_others(
     config: ml_collections.ConfigDict, environ: Mapping[str, str], quiet: bool = False
 ) -> tuple[Peers, Reporter]:
-    """The processes of this job, and a reporter that prints only in process 0.
-
-    Raises UserError if a process cannot be reached, or `distributed.phase_timeout_s` is too small.
-    """
+    """The processes of this job, and a reporter that prints only in process 0; or UserError."""
     settings = config.distributed
     place = find_place(settings, environ)
     call_timeout_s = config.rollout.call_timeout_s
@@ -114,16 +111,9 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fa
 def train(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) -> int:
     """Starts a run, or resumes the run in the directory.
 
-    Args:
-      quiet: print only the last block and what needs attention.
-
-    Returns:
-      0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be written
-      to disk.
-
-    Raises:
-      UserError: for a wrong setting, directory, address or token, before any training.
-      RuntimeError: if the updates stay non-finite, or no replica can sample.
+    Returns 0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be
+    written to disk. UserError for a wrong setting, directory, address or token, before any
+    training; RuntimeError if the updates stay non-finite, or no replica can sample.
     """
     return exit_code(train_steps(config, workdir, quiet))
 
@@ -131,10 +121,7 @@ def train(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) 
 def train_steps(
     config: ml_collections.ConfigDict, workdir: str, quiet: bool = False
 ) -> Generator[tuple[StepResult, dict[str, float]], None, int]:
-    """Trains as `train` does; yields every step after it is recorded, and its row of the log.
-
-    Closing the generator ends the run as a signal does.
-    """
+    """Trains as `train` does; yields every recorded step and its row. Closing it ends the run."""
     return (yield from start(config, workdir, open_run, _train, quiet))
 
 
@@ -154,12 +141,7 @@ def start(
     work: Callable[[ml_collections.ConfigDict, Opened], Work],
     quiet: bool = False,
 ) -> Work:
-    """Joins the processes, opens the directory and the run, and works; see `train`.
-
-    Args:
-      open_: makes the parts of the run, as `open_run` does.
-      work: gets the config and these parts.
-    """
+    """Joins the processes, opens directory and run (`open_`), and works with these; see `train`."""
     validate(config)
     check_trackers(config.logging)
     peers, reporter = join_others(config, os.environ, quiet)

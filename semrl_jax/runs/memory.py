@@ -35,15 +35,10 @@ def check_room(
     parts: Mapping[str, float | int],
     reporter: Reporter | None = None,
 ) -> None:
-    """Refuses a run that could not fit even if everything else on this machine ended.
+    """UserError for a run that could not fit even if everything else on this machine ended.
 
-    Args:
-      parts: from `least_parts` or `least_parts_sft`.
-      reporter: gets a line with the parts, and a notice if too little is free now.
-
-    Raises:
-      UserError: if the parts take more than the devices have, or the machine and its container if
-        its cores are the devices. Devices that do not tell their memory are not checked.
+    `reporter` gets a line with the parts, and a notice if too little is free now. Devices that do
+    not tell their memory are not checked.
     """
     is_host = jax.local_devices()[0].platform == "cpu"
     limit = total_bytes() if is_host else device_bytes()
@@ -94,8 +89,7 @@ def least_parts(
     """Bytes that a training run holds at the same time, by what holds them; a lower bound.
 
     They are those of one device, or of all devices of this process if these share the memory of
-    the machine. Activations, logits, caches and programs come on top, and copies that exist for a
-    moment only.
+    the machine. Activations, logits, caches, programs and short copies come on top.
     """
     sizes = _Sizes(config, mesh, inputs.lora)
     # A run without steps, for evaluation alone, has no gradients.

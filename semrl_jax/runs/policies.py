@@ -70,7 +70,7 @@ def _run_of_checkpoint(path: pathlib.Path) -> pathlib.Path | None:
 def find_policies(
     path: str, steps: Sequence[int] | None, field: str = "--policy", name: str = ""
 ) -> list[PolicySource]:
-    """The policies of a path.
+    """The policies of a path; UserError if there is none, or no checkpoint of a step.
 
     Args:
       path: a run directory; one of its checkpoints; a directory that `launch.convert` made of
@@ -79,9 +79,6 @@ def find_policies(
         checkpoints. None: the newest valid checkpoint.
       field: the flag or setting that names the path, for error messages.
       name: what each policy is called, before the step of a run; empty: the directory's name.
-
-    Raises:
-      UserError: if there is no policy, or no checkpoint of a step.
     """
     directory = pathlib.Path(path)
     try:

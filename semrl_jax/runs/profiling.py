@@ -16,9 +16,8 @@ def profiled(
 ) -> Iterator[StepResult]:
     """Takes the steps from `first_step` on, and records those in `steps`.
 
-    The profile has one marker per step and one per phase of the log (`time/<phase>_s`). It is
-    written to `plugins/profile/<time>/` in the directory when its last step ends, or when the
-    training ends before that.
+    The profile has one marker per step and per phase. It is written to `plugins/profile/<time>/`
+    when its last step ends, or when the training ends before that.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # calls of Python functions would be most of the file

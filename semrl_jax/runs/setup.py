@@ -227,10 +227,7 @@ def open_run(
     stop: StopRequest,
     peers: Peers,
 ) -> Iterator[OpenRun]:
-    """Builds all parts of a run, and closes them at the end of the block.
-
-    With several processes, all call it together. A user mistake in one process ends all.
-    """
+    """Builds all parts of a run, and closes them at the end; all processes call it together."""
     mesh = models.make_mesh(config.mesh.to_dict())
     check_micro_batches("training", config.training, mesh)
     with contextlib.ExitStack() as stack:
@@ -396,10 +393,7 @@ def open_run(
 def critic_base(
     config: ml_collections.ConfigDict, inputs: Inputs, policy: models.Base, mesh: Mesh
 ) -> tuple[models.Params, models.Params]:
-    """The frozen part of a critic with adapters, and the head that it starts with.
-
-    Without `critic.path` the frozen part is the policy's, not a copy of it.
-    """
+    """The frozen part of a critic with adapters, perhaps the policy's own, and its first head."""
     if inputs.critic_directory is None:
         params = models.with_head(policy.params)
     else:
@@ -444,10 +438,9 @@ def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mes
 
 
 def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:
-    """Checks that the inputs are the same in all processes, and the same as at the first start.
+    """UserError if the inputs differ between processes, or from the first start.
 
-    The weights in `model_path` are an input too, because the KL penalty refers to them. A warm
-    start is not: the run makes it. Raises UserError if an input differs.
+    The weights in `model_path` are an input too, because the KL penalty refers to them.
     """
     directory = models.find_directory(model_path) if model_path else None
     own = hashes | ({"weights": models.weights_sample(directory)} if directory else {})
@@ -475,8 +468,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
 def weights_hash(workdir: Workdir, directory: pathlib.Path, sample: str) -> str:
     """`models.weights_hash`; reads the files only if they have changed since the last start.
 
-    As in make and git, files are unchanged if their times of modification are the same. Here their
-    sample, `models.weights_sample`, must be the same too: copies and images may keep old times.
+    Files are unchanged if their times and their sample are: copies and images may keep old times.
     """
     files = sorted(directory.glob("*.safetensors"))
     state = {"sample": sample, "changed_ns": [file.stat().st_mtime_ns for file in files]}

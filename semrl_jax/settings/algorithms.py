@@ -87,11 +87,7 @@ class Algorithms(_OPTIONS[""]):
 
 
 def users_options(name: str) -> dict[str, dataclasses.Field]:
-    """Fields of `algorithms.options` that a user's algorithm declares; its module is imported.
-
-    Raises:
-      UserError: if it cannot be imported.
-    """
+    """Fields that a user's algorithm declares; UserError if its module cannot be imported."""
     if "." not in name:
         return {}
     module = load_module("algorithms.name", name, "semrl_jax.algorithms", ("Options",))
@@ -116,8 +112,7 @@ def add_users_options(config: ml_collections.ConfigDict, name: str) -> None:
 def importance_options(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Options of `importance_weights`; their level may be 'none'.
 
-    Batches that are sampled ahead come from an earlier policy, and those of a quantised engine
-    from a rounded one. For them, 'none' gives way to `level_ahead`.
+    With batches that are sampled ahead or by a quantised engine, 'none' becomes `level_ahead`.
     """
     options = config.algorithms.importance.to_dict()
     ahead = options.pop("level_ahead")

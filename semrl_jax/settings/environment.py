@@ -78,12 +78,9 @@ def check(environment: Section) -> None:
 
 
 def named(name: str) -> Named:
-    """Splits `NAME:option=value:option=value`; a value ends before the next `:option=`.
+    """Splits `NAME:option=value:option=value`; UserError for an option that is set twice.
 
-    Within double quotes, as of a list in JSON, there is no such end.
-
-    Raises:
-      UserError: for an option that is set twice.
+    A value ends before the next `:option=` that is not in double quotes, as of a list in JSON.
     """
     from semrl_jax.data.procedural import option_value  # see settings.data
 

@@ -130,9 +130,7 @@ def check(evaluation: Section) -> None:
 def complete(config: Section, given: Collection[str], of_run: bool) -> None:
     """Sets the defaults of an evaluation of its own: all scores, all problems, powers of two as k.
 
-    Args:
-      given: fields that the user set.
-      of_run: whether the held-out problems of the config are evaluated, not only the benchmarks.
+    `given` are set by the user; `of_run`: with the held-out problems of the config.
     """
     from semrl_jax.data.templates import STOP_STRINGS  # see `check`
 
@@ -159,13 +157,7 @@ def most_responses(evaluation: Section) -> int:
 
 
 def check_sampling(options: Section, place: str = "evaluation.", most: int = 0) -> None:
-    """Checks n, k, temperature, top_p and top_k.
-
-    Args:
-      options: with these fields.
-      place: the beginning of their names.
-      most: the largest k; 0: n.
-    """
+    """Checks n, k (up to `most`, or n), temperature, top_p and top_k, named after `place`."""
     n, temperature = options["n"], options["temperature"]
     if n < 1:
         raise UserError(f"{place}n={n} must be at least 1.")

@@ -26,11 +26,7 @@ def check(profile: Section) -> None:
 
 
 def profiled_steps(profile: Section) -> range:
-    """The steps of `profile.steps`; none if it is empty.
-
-    Raises:
-      UserError: if it is not FIRST:END with FIRST below END.
-    """
+    """The steps of `profile.steps`, maybe none; UserError if it is not FIRST:END."""
     text = profile["steps"]
     if not text:
         return range(0)

@@ -131,12 +131,7 @@ def is_reward_name(name: Any) -> bool:
 
 
 def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
-    """Splits entries of `rewards.functions` into function, weight and name.
-
-    Raises:
-      UserError: for an unknown function or setting, a weight out of range, a name that two
-        entries have, or two entries "model".
-    """
+    """Splits entries of `rewards.functions`; UserError for a wrong one, or two of one name."""
     functions: list[RewardFunction] = []
     for entry in entries:
         field = f"rewards.functions={entry!r}"

@@ -277,8 +277,7 @@ def rows_of_slots(
 ) -> tuple[int, int]:
     """Rows of slots of the JAX engine, and the slots of a row, which share the cache of a prompt.
 
-    A response that waits for a slot may be to any prompt, so then each slot is a row. `num_shards`
-    devices have as many rows each; a row has a part of a group where there are fewer groups.
+    If responses wait for slots, each is a row. A row has a part of a group if groups are few.
     """
     slots = min(rollout["jax_max_batch"], responses_per_step)
     size = group = rollout["group_size"] if slots == responses_per_step else 1

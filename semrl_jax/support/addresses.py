@@ -9,12 +9,7 @@ from semrl_jax.support.errors import UserError
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:
-    """Splits host:port. A host without brackets has no colon; an IPv6 address needs brackets.
-
-    Raises:
-      UserError: naming `field`, if the host is missing or impossible, or the port is missing or
-        outside 1-65535.
-    """
+    """Splits host:port, with brackets around IPv6; UserError, naming `field`, if it is wrong."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^:\s\[\]/]+):(\d{1,5})", address, re.ASCII)
     if match is None or not 0 < int(match[2]) < 2**16:
         raise UserError(

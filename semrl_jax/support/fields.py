@@ -70,18 +70,12 @@ def follows(field: str, meaning: str, **options: Any) -> Any:
 
 
 def section(kind: type, meaning: str = "", *, may_change: bool = False) -> Any:
-    """A section within another one, or of the whole config; `may_change` is of all its fields.
-
-    `dict` is a section whose fields the user adds.
-    """
+    """A section within another one; `may_change` is of all its fields. `dict`: the user's own."""
     return _field(None, Setting(meaning, "", may_change, {}), kind)
 
 
 def part_of(total: Any, size: int) -> Any:
-    """`size`, above 0, if it divides `total`, otherwise `total`.
-
-    The total may be a reference to a field: the result then follows its overrides.
-    """
+    """`size`, above 0, if it divides `total`, otherwise `total`, a number or a reference to one."""
     is_rest = (total % size + size - 1) // size  # 1 if it does not divide, else 0
     return size + (total - size) * is_rest
 

@@ -29,9 +29,7 @@ class ParquetFile:
     A dictionary holds a text once for all rows, so a few bytes in a file can become gigabytes. All
     texts are therefore read as dictionaries, which are not larger than the footer says. They become
     plain texts only after their lengths have been checked, and few rows at a time if they are long.
-
-    `schema` and `names` are of all columns. Raises UserError, naming the file, if it cannot be read
-    or is not a regular file, or if it would expand as no file of data does.
+    UserError names a file that cannot be read, or would expand as no file of data does.
     """
 
     def __init__(self, file: str | os.PathLike[str]):
@@ -50,10 +48,7 @@ class ParquetFile:
             )
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """All rows of some columns, a few at a time; None for all columns.
-
-        Raises UserError, naming file and column, if the file is damaged or a text is too long.
-        """
+        """All rows of some columns (None: all), a few at a time; UserError if damaged or long."""
         with self._named():
             source = pq.ParquetFile(
                 self._file, metadata=self._metadata, read_dictionary=self._texts()
@@ -173,10 +168,7 @@ def _text_lengths(array: pa.Array) -> Iterator[pa.Array]:
 
 
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], file: pathlib.Path) -> pa.Table:
-    """The table with its columns of these names in these types: 7 and bytes of UTF-8 become texts.
-
-    Raises UserError, naming file and column, if a value does not fit.
-    """
+    """The table with these types: 7 and bytes of UTF-8 become texts; UserError if one does not."""
     for name in types.keys() & set(table.column_names):
         try:
             column = pc.cast(table[name], types[name])

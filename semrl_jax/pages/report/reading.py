@@ -67,15 +67,7 @@ class RunLog(NamedTuple):
 
 
 def read_runs(paths: Sequence[pathlib.Path], *, may_be_empty: bool = False) -> list[RunLog]:
-    """Reads the logs of runs.
-
-    Args:
-      paths: run directories.
-      may_be_empty: whether a run may have no row yet.
-
-    Raises:
-      UserError: if a path holds no run, has no row, or is named twice.
-    """
+    """Reads the logs of runs; UserError if one is no run, named twice, or has no row yet."""
     paths = [path.absolute() for path in paths]
     if len(set(paths)) < len(paths):
         raise UserError("a run is named twice; name each run once.")
@@ -176,11 +168,7 @@ def events(run: RunLog) -> list[dict[str, Any]]:
 
 
 def variants(runs: Sequence[RunLog]) -> tuple[list[int], list[str]]:
-    """Runs whose settings are the same but for the seed are one variant.
-
-    Returns:
-      The number of the variant of each run; and what each variant has of its own, as text.
-    """
+    """The variant of each run, equal but for the seed, and what each has of its own, as text."""
     settings = [
         {field: value for field, value in run.settings.items() if not _is_of_a_run(field)}
         for run in runs
