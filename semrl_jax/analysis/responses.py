@@ -36,15 +36,11 @@ Columns = dict[str, np.ndarray]  # of equal length
 
 
 class RankCurve(NamedTuple):
-    """Effective rank of the growing prefixes of one response.
+    """Effective rank of the growing prefixes of one response."""
 
-    Attributes:
-      num_tokens: tokens in each prefix; with window="release", of the last 512.
-      effective_rank: float32, m_j.
-    """
-
+    # Tokens in each prefix; with window="release", of the last 512
     num_tokens: Int[np.ndarray, " K"]
-    effective_rank: Float[np.ndarray, " K"]
+    effective_rank: Float[np.ndarray, " K"]  # float32, m_j
 
 
 def measure_response(

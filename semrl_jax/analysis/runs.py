@@ -24,21 +24,14 @@ MICRO_BATCH = 16
 
 
 class RunSteps(NamedTuple):
-    """The steps of a run with recorded responses and weights.
-
-    Attributes:
-      start: directory of the weights that it began with.
-      stride: its metrics.stride.
-      rollouts: step -> Parquet file; also of steps without weights.
-      steps: ascending; at least one.
-    """
+    """The steps of a run with recorded responses and weights."""
 
     workdir: pathlib.Path
-    start: pathlib.Path
+    start: pathlib.Path  # directory of the weights that it began with
     policy: models.Policy
-    stride: int
-    rollouts: dict[int, pathlib.Path]
-    steps: tuple[int, ...]
+    stride: int  # its metrics.stride
+    rollouts: dict[int, pathlib.Path]  # step -> Parquet file; also of steps without weights
+    steps: tuple[int, ...]  # ascending; at least one
 
     def params(self, step: int) -> models.Params:
         """The weights of a step: those of its checkpoint, else those the run began with."""

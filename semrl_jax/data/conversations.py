@@ -46,15 +46,11 @@ Message = dict[str, str]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Conversation:
-    """One training sequence; it ends with the last token to learn.
+    """One training sequence; it ends with the last token to learn."""
 
-    Attributes:
-      token_ids: int32.
-      loss_mask: True on tokens to learn: those of assistant messages, end tokens included. False on
-        the first token, which nothing predicts.
-    """
-
-    token_ids: Int[np.ndarray, " S"]
+    token_ids: Int[np.ndarray, " S"]  # int32
+    # True on tokens to learn: those of assistant messages, end tokens included. False on the
+    # first token, which nothing predicts
     loss_mask: Bool[np.ndarray, " S"]
 
     def __len__(self) -> int:

@@ -16,13 +16,10 @@ from semrl_jax.data.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Demonstrations(PaddedTokens):
-    """Padded rows, and the tokens to predict.
+    """Padded rows, and the tokens to predict."""
 
-    Attributes:
-      loss_mask: True on response tokens, the end token included. The logits that predict column t
-        are in column t - 1.
-    """
-
+    # True on response tokens, the end token included. The logits that predict column t are in
+    # column t - 1
     loss_mask: Bool[np.ndarray, "B S"]
 
 

@@ -14,16 +14,11 @@ class PaddedTokens:
     """Rows [prompt, padded on the left | response, padded on the right]; all arrays are int32.
 
     The tokens of a row are contiguous, and the responses of all rows begin in the same column.
-
-    Attributes:
-      token_ids: the padding id where padded.
-      segment_ids: 1 on tokens, 0 on padding.
-      positions: from 0 at the first token of the row; 0 on padding.
     """
 
-    token_ids: Int[np.ndarray, "B S"]
-    segment_ids: Int[np.ndarray, "B S"]
-    positions: Int[np.ndarray, "B S"]
+    token_ids: Int[np.ndarray, "B S"]  # the padding id where padded
+    segment_ids: Int[np.ndarray, "B S"]  # 1 on tokens, 0 on padding
+    positions: Int[np.ndarray, "B S"]  # from 0 at the first token of the row; 0 on padding
 
 
 def pad_rows(

@@ -29,21 +29,13 @@ COMMAND = "python -m launch.problems"  # lists the data sets, and shows one
 
 
 class Source(NamedTuple):
-    """An entry of `data.reasoning_gym`: `NAME`, or `NAME:option=value:weight=WEIGHT:name=LABEL`.
+    """An entry of `data.reasoning_gym`: `NAME`, or `NAME:option=value:weight=WEIGHT:name=LABEL`."""
 
-    Attributes:
-      dataset: its name in the package, such as "chain_sum".
-      options: fields of its configuration, such as {"max_terms": 2}.
-      weight: share of the training prompts, relative to the other entries.
-      name: in the log and in results.
-      contains: other questions are left out: some data sets vary their wording at random.
-    """
-
-    dataset: str
-    options: dict[str, Any]
-    weight: float
-    name: str
-    contains: str = ""
+    dataset: str  # its name in the package, such as "chain_sum"
+    options: dict[str, Any]  # fields of its configuration, such as {"max_terms": 2}
+    weight: float  # share of the training prompts, relative to the other entries
+    name: str  # in the log and in results
+    contains: str = ""  # other questions are left out: some data sets vary their wording at random
 
 
 def sources(entries: Sequence[str]) -> list[Source]:
@@ -114,17 +106,11 @@ def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
 
 
 class DataSet(NamedTuple):
-    """A data set of the package.
+    """A data set of the package."""
 
-    Attributes:
-      name: of an entry.
-      group: such as "arithmetic".
-      description: the package's own, one line; "" if there is none.
-    """
-
-    name: str
-    group: str
-    description: str
+    name: str  # of an entry
+    group: str  # such as "arithmetic"
+    description: str  # the package's own, one line; "" if there is none
 
 
 def data_sets() -> list[DataSet]:

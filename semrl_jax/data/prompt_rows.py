@@ -42,23 +42,18 @@ class RowReader:
 
     A field is a key, or a path into nested rows such as "reward_model.ground_truth" or
     "prompt.0.content".
-
-    Attributes:
-      question_fields: texts, or lists of texts. Several texts are stripped and joined by one space;
-        a single text is not changed.
-      answer_field: a text, or a finite number, see `answer_text`.
-      answer_after: the answer is the text after the last such mark; "" means the whole field.
-      keep_columns: whether to keep the whole row, which needs memory.
-      needs_answer: whether a row without an answer is bad; else its answer is "".
-      has_template: whether the rows are those of SimpleRL-Zoo, with exactly one message, the
-        user's, which includes a template.
     """
 
+    # Texts, or lists of texts. Several texts are stripped and joined by one space; a single
+    # text is not changed
     question_fields: tuple[str, ...]
-    answer_field: str
+    answer_field: str  # a text, or a finite number, see `answer_text`
+    # The answer is the text after the last such mark; "" means the whole field
     answer_after: str = ""
-    keep_columns: bool = False
-    needs_answer: bool = True
+    keep_columns: bool = False  # whether to keep the whole row, which needs memory
+    needs_answer: bool = True  # whether a row without an answer is bad; else its answer is ""
+    # Whether the rows are those of SimpleRL-Zoo, with exactly one message, the user's, which
+    # includes a template
     has_template: bool = False
 
     @property

@@ -25,29 +25,17 @@ Position = tuple[int, int]  # (epoch, prompts consumed of it); a dataset starts 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptExample:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-      prompt: the text, template included.
-      prompt_ids: int32 token ids of that text.
-      answer: the reference answer, for the verifier.
-      data_source: where it came from; statistics are computed per data source.
-      index: its row, counted from 0 over all files before any row is left out.
-      columns: its row as a JSON object, for a verifier that takes it; "" if none does.
-      question: without the template; "" if only the prompt is known.
-      problem_type: of a problem of a benchmark, such as "Algebra"; "" if it has none.
-      template: with which the prompt was made; "" if that is not known.
-    """
-
-    prompt: str
-    prompt_ids: Int[np.ndarray, " P"]
-    answer: str
-    data_source: str
-    index: int
-    columns: str = ""
-    question: str = ""
-    problem_type: str = ""
-    template: str = ""
+    prompt: str  # the text, template included
+    prompt_ids: Int[np.ndarray, " P"]  # int32 token ids of that text
+    answer: str  # the reference answer, for the verifier
+    data_source: str  # where it came from; statistics are computed per data source
+    index: int  # its row, counted from 0 over all files before any row is left out
+    columns: str = ""  # its row as a JSON object, for a verifier that takes it; "" if none does
+    question: str = ""  # without the template; "" if only the prompt is known
+    problem_type: str = ""  # of a problem of a benchmark, such as "Algebra"; "" if it has none
+    template: str = ""  # with which the prompt was made; "" if that is not known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,19 +17,12 @@ _QUESTION = "{input}"
 
 
 class Format(NamedTuple):
-    """The text around questions and, in few-shot prompts, around answers.
+    """The text around questions and, in few-shot prompts, around answers."""
 
-    Attributes:
-      turn: text of one question, which replaces {input}.
-      answer: text between the turn of an example and its answer.
-      separator: text after the answer of each example.
-      before, after: text around all turns.
-    """
-
-    turn: str = _QUESTION
-    answer: str = ""
-    separator: str = "\n\n"
-    before: str = ""
+    turn: str = _QUESTION  # text of one question, which replaces {input}
+    answer: str = ""  # text between the turn of an example and its answer
+    separator: str = "\n\n"  # text after the answer of each example
+    before: str = ""  # text around all turns
     after: str = ""
 
     def text(self, question: str, shots: Sequence[tuple[str, str]] = ()) -> str:

@@ -29,26 +29,18 @@ _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 
 
 class Transcript(NamedTuple):
-    """A conversation up to the place where the policy's next message begins.
+    """A conversation up to the place where the policy's next message begins."""
 
-    Attributes:
-      messages: with a placeholder for each message of the policy, and marks for control tokens.
-      text: as the template renders them.
-    """
-
+    # With a placeholder for each message of the policy, and marks for control tokens
     messages: tuple[Mapping[str, str], ...]
-    text: str
+    text: str  # as the template renders them
 
 
 class Continued(NamedTuple):
-    """A transcript after a message of the policy and an answer; or the error of the template.
-
-    Attributes:
-      token_ids: of all text between the policy's message and its next one.
-    """
+    """A transcript after a message of the policy and an answer; or the error of the template."""
 
     transcript: Transcript | None
-    token_ids: list[int]
+    token_ids: list[int]  # of all text between the policy's message and its next one
     error: str = ""
 
 

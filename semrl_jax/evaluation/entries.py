@@ -28,21 +28,13 @@ ENVIRONMENT_SETTINGS = ("num_problems", "name", "n", "temperature", "top_p", "to
 
 
 class Entry(NamedTuple):
-    """A benchmark that `evaluation.benchmarks` names.
+    """A benchmark that `evaluation.benchmarks` names."""
 
-    Attributes:
-      entry: as in the config.
-      kind: "set" (one of `catalogue.names()`), "file", "environment" or "module".
-      target: the set, the path, the environment as `environment.name`, or the module.
-      name: of its results; "" for a module, whose problems have it.
-      settings: those given, as values of their types.
-    """
-
-    entry: str
-    kind: str
-    target: str
-    name: str
-    settings: Mapping[str, Any]
+    entry: str  # as in the config
+    kind: str  # "set" (one of `catalogue.names()`), "file", "environment" or "module"
+    target: str  # the set, the path, the environment as `environment.name`, or the module
+    name: str  # of its results; "" for a module, whose problems have it
+    settings: Mapping[str, Any]  # those given, as values of their types
 
 
 def benchmark_entries(evaluation: Section) -> list[Entry]:

@@ -42,21 +42,14 @@ Results = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The figures of a benchmark, or of an average over benchmarks.
+    """The figures of a benchmark, or of an average over benchmarks."""
 
-    Attributes:
-      values: by name of the figure; NaN if there is no response.
-      errors: standard error of each.
-      draws: of the bootstrap, [draws] each.
-      sizes: of SIZES.
-      problems: (place, question, reference) of each problem; (place, name, "") of the benchmarks
-        of an average.
-    """
-
-    values: Mapping[str, float]
-    errors: Mapping[str, float]
-    draws: Mapping[str, Float[np.ndarray, " draws"]]
-    sizes: Mapping[str, int]
+    values: Mapping[str, float]  # by name of the figure; NaN if there is no response
+    errors: Mapping[str, float]  # standard error of each
+    draws: Mapping[str, Float[np.ndarray, " draws"]]  # of the bootstrap, [draws] each
+    sizes: Mapping[str, int]  # of SIZES
+    # (place, question, reference) of each problem; (place, name, "") of the benchmarks of an
+    # average
     problems: tuple[tuple[int, str, str], ...]
 
 

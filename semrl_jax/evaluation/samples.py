@@ -20,17 +20,10 @@ NOT_SAMPLED = "prompt_too_long"  # finish reason of the samples of a problem tha
 
 
 class Sample(NamedTuple):
-    """One response to one problem; a row of samples.parquet, see `support.response_files.COLUMNS`.
-
-    Attributes:
-      group_id: place of the problem in the benchmark, from 0.
-      finish_reason: of the rollout; or NOT_SAMPLED. Such a sample is wrong and has no tokens.
-      metrics: value by label, such as "effective_rank_velocity"; NaN where not valid.
-      turn_characters, turn_rewards: of an episode.
-    """
+    """One response to one problem; a row of samples.parquet, see `response_files.COLUMNS`."""
 
     benchmark: str
-    group_id: int
+    group_id: int  # place of the problem in the benchmark, from 0
     sample_index: int
     question: str
     reference: str
@@ -42,11 +35,12 @@ class Sample(NamedTuple):
     score: float
     boxed: bool
     verifier_error: str
-    finish_reason: str
+    finish_reason: str  # of the rollout; or NOT_SAMPLED. Such a sample is wrong and has no tokens
     num_tokens: int
     mean_logprob: float
+    # Value by label, such as "effective_rank_velocity"; NaN where not valid
     metrics: Mapping[str, float]
-    turn_characters: Sequence[int] = ()
+    turn_characters: Sequence[int] = ()  # of an episode
     turn_rewards: Sequence[float] = ()
 
     @property

@@ -43,16 +43,12 @@ SHORT_NAMES = {
 
 
 class Options(NamedTuple):
-    """How questions become prompts.
+    """How questions become prompts."""
 
-    Attributes:
-      template: as data.template; "" chooses the template of the run's task, or the tokenizer's
-        chat template if it has one, or "plain".
-      multi_turn: whether a prompt has the questions and responses before it; None: with the chat
-        template.
-    """
-
+    # See data.template; "" chooses the template of the run's task, or the tokenizer's chat
+    # template if it has one, or "plain"
     template: str = ""
+    # Whether a prompt has the questions and responses before it; None: with the chat template
     multi_turn: bool | None = None
 
 

@@ -42,19 +42,12 @@ FIELDS = (
 
 
 class Contents(NamedTuple):
-    """What is generated.
+    """What is generated."""
 
-    Attributes:
-      num_prompts: rows that are read, at most; 0 is all.
-      logprobs: whether log-probabilities per token are written.
-      states: hidden states that are written; None: none.
-      conversations: "none", or "all" or "correct" responses as conversations.
-    """
-
-    num_prompts: int = 0
-    logprobs: bool = False
-    states: HiddenStateParams | None = None
-    conversations: str = "none"
+    num_prompts: int = 0  # rows that are read, at most; 0 is all
+    logprobs: bool = False  # whether log-probabilities per token are written
+    states: HiddenStateParams | None = None  # hidden states that are written; None: none
+    conversations: str = "none"  # "none", or "all" or "correct" responses as conversations
 
 
 class Call(NamedTuple):
@@ -168,20 +161,14 @@ def _generate(
 
 
 class Generation(NamedTuple):
-    """What the calls need.
-
-    Attributes:
-      prompts: the group of a response is the place of its prompt.
-      grader: None: nothing is graded.
-      measuring: None: nothing is measured.
-    """
+    """What the calls need."""
 
     inference: Inference
-    prompts: Sequence[data.PromptExample]
+    prompts: Sequence[data.PromptExample]  # the group of a response is the place of its prompt
     contents: Contents
     directory: ResultDirectory
-    grader: VerifierPool | None
-    measuring: Measuring | None
+    grader: VerifierPool | None  # None: nothing is graded
+    measuring: Measuring | None  # None: nothing is measured
 
     def sample(self, call: Call, arrived: Callable[[Rollout], None], *, num_calls: int) -> Part:
         """Samples a call."""

@@ -36,17 +36,13 @@ from semrl_jax.support.errors import UserError
 
 @dataclasses.dataclass
 class Inference:
-    """A policy's architecture, tokenizer and replicas.
-
-    Attributes:
-      sampler: has no verifier.
-    """
+    """A policy's architecture, tokenizer and replicas."""
 
     config: ml_collections.ConfigDict
     policy: models.Policy
     tokenizer: Any
     mesh: Mesh
-    sampler: Sampler
+    sampler: Sampler  # has no verifier
 
     def load(self, source: PolicySource) -> str:
         """Sends the weights to the replicas; returns their digest."""

@@ -50,17 +50,12 @@ class ResultDirectory:
 
     Its record has what decides the responses. `parts/` has the responses of finished calls, and
     samples.parquet those of finished benchmarks.
-
-    Attributes:
-      run_id: of the weights on the replicas, the same at every start.
-      lock: closing it releases the directory.
-      record: name of the file with the record.
     """
 
     path: pathlib.Path
-    run_id: str
-    lock: Any
-    record: str = RECORD
+    run_id: str  # of the weights on the replicas, the same at every start
+    lock: Any  # closing it releases the directory
+    record: str = RECORD  # name of the file with the record
 
     def check(self, shared: Mapping[str, Any], benchmarks: Mapping[str, Mapping[str, Any]]) -> None:
         """Records what decides the responses; UserError if it is another than earlier."""

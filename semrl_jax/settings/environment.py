@@ -52,17 +52,11 @@ class Environment:
 
 
 class Named(NamedTuple):
-    """What `environment.name` says.
+    """What `environment.name` says."""
 
-    Attributes:
-      target: the name of a built-in environment, or "package.module:Class".
-      options: keyword arguments of the class.
-      label: in the log and in results.
-    """
-
-    target: str
-    options: dict[str, Any]
-    label: str
+    target: str  # the name of a built-in environment, or "package.module:Class"
+    options: dict[str, Any]  # keyword arguments of the class
+    label: str  # in the log and in results
 
 
 def check(environment: Section) -> None:

@@ -69,19 +69,12 @@ class Rewards:
 
 
 class RewardFunction(NamedTuple):
-    """An entry of `rewards.functions`: `FUNCTION`, or `FUNCTION:weight=WEIGHT:name=NAME`.
+    """An entry of `rewards.functions`: `FUNCTION`, or `FUNCTION:weight=WEIGHT:name=NAME`."""
 
-    Attributes:
-      entry: as in the config.
-      function: as `rewards.function`, or "model" for the reward model.
-      weight: of its score in the reward.
-      name: in the log.
-    """
-
-    entry: str
-    function: str
-    weight: float
-    name: str
+    entry: str  # as in the config
+    function: str  # as `rewards.function`, or "model" for the reward model
+    weight: float  # of its score in the reward
+    name: str  # in the log
 
 
 def check(rewards: Section) -> None:

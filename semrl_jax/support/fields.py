@@ -25,21 +25,15 @@ UNITS = {"_tokens": "tokens", "_steps": "steps", "_s": "seconds", "_gib": "GiB"}
 
 
 class Setting(NamedTuple):
-    """What is known of a field.
+    """What is known of a field."""
 
-    Attributes:
-      meaning: one or two sentences.
-      unit: "" for a text, a choice or a plain number.
-      may_change: whether a run may be resumed with another value: results then change by rounding
-        at most, or only from there on.
-      rules: names in `RULES`, and what they compare with.
-      of: the default, from the whole config, where it follows other fields.
-    """
-
-    meaning: str
-    unit: str
+    meaning: str  # one or two sentences
+    unit: str  # "" for a text, a choice or a plain number
+    # Whether a run may be resumed with another value: results then change by rounding at most,
+    # or only from there on
     may_change: bool
-    rules: Mapping[str, Any]
+    rules: Mapping[str, Any]  # names in `RULES`, and what they compare with
+    # The default, from the whole config, where it follows other fields
     of: Callable[[ml_collections.ConfigDict], Any] | None = None
 
 

@@ -34,22 +34,15 @@ Row = Mapping[str, Any]
 
 
 class RunLog(NamedTuple):
-    """The records of a run.
+    """The records of a run."""
 
-    Attributes:
-      name: of the run on the page; no two runs have the same.
-      record: `config.json`.
-      rows: of `metrics.jsonl`.
-      starts: of `starts.jsonl`, one per attempt; [] for a run that is older than this file.
-      num_left_out: lines of `metrics.jsonl` from the first damaged one on.
-    """
-
-    name: str
+    name: str  # of the run on the page; no two runs have the same
     path: pathlib.Path
-    record: dict[str, Any]
-    rows: list[dict[str, Any]]
+    record: dict[str, Any]  # `config.json`
+    rows: list[dict[str, Any]]  # of `metrics.jsonl`
+    # Rows of `starts.jsonl`, one per attempt; [] for a run that is older than this file
     starts: list[dict[str, Any]]
-    num_left_out: int = 0
+    num_left_out: int = 0  # lines of `metrics.jsonl` from the first damaged one on
 
     def damage(self) -> list[str]:
         """What of the log cannot be read, in at most one sentence."""
