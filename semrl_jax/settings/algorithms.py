@@ -20,8 +20,6 @@ _OPTIONS = declared_options()
 
 @dataclasses.dataclass(frozen=True)
 class Importance:
-    """`config.algorithms.importance`."""
-
     level: str = setting(
         "none",
         "Level of the importance weights: none, token, sequence, geometric or total_variation",
@@ -42,8 +40,6 @@ class Importance:
 
 @dataclasses.dataclass(frozen=True)
 class BatchRules:
-    """`config.algorithms.batch_rules`."""
-
     overlong_tokens: int = setting(
         0,
         "Within this many tokens before the limit of a response, its reward falls by up "
@@ -71,8 +67,6 @@ class BatchRules:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithms(_OPTIONS[""]):
-    """`config.algorithms`."""
-
     name: str = setting(
         "grpo",
         'docs/algorithms.md, or "my_package.my_module" with one of your own, docs/extending.md',

@@ -13,8 +13,6 @@ TASKS = ("arithmetic", "files", "reasoning_gym", "environment")
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """`config.data`."""
-
     task: str = setting(
         "arithmetic",
         "arithmetic: a built-in generator; files: data.files; reasoning_gym: procedural "

@@ -17,8 +17,6 @@ PREFIX = "environment:"  # of an entry of evaluation.benchmarks
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """`config.environment`."""
-
     name: str = setting(
         "",
         'A built-in environment, or "package.module:Class" of your own, with options: '

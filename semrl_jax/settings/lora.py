@@ -12,8 +12,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """`config.lora`."""
-
     rank: int = setting(
         0, "rank of the adapters; 0: no adapters, all parameters are trained", at_least=0
     )

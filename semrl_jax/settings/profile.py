@@ -12,17 +12,11 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """`config.profile`."""
-
     steps: str = setting(
         "",
         "Steps of a JAX profile in WORKDIR/profile: 3:6 for the steps 3, 4 and 5. Empty: "
         "none. docs/performance.md",
     )
-
-
-def check(profile: Section) -> None:
-    profiled_steps(profile)
 
 
 def profiled_steps(profile: Section) -> range:
@@ -41,3 +35,6 @@ def profiled_steps(profile: Section) -> range:
             f"profile.steps={text!r} has no step; {steps.start}:{steps.start + 1} is one."
         )
     return steps
+
+
+check = profiled_steps

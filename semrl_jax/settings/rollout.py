@@ -21,8 +21,6 @@ MIN_TEMPERATURE = 0.01  # below, the logits divided by it exceed float32
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """`config.rollout`."""
-
     addresses: tuple[str, ...] = setting(
         (),
         "host:port, repeat the flag; empty: the trainer's own replica",
@@ -165,7 +163,7 @@ class Rollout:
     vllm_gpu_memory_utilization: float = setting(
         0.9,
         "share of a GPU, or of the machine without one, for weights and cache",
-        above=0,
+        within="(0, 1]",
         may_change=True,
     )
     vllm_kv_cache_gib: float = setting(
@@ -197,7 +195,10 @@ def check(rollout: Section) -> None:
         raise UserError(
             "rollout.addresses_file and rollout.addresses both name the replicas; set one of them."
         )
-    _check_sampling(rollout)
+    if 0 < rollout["temperature"] < MIN_TEMPERATURE:
+        raise UserError(
+            f"rollout.temperature={rollout['temperature']} must be 0 or at least {MIN_TEMPERATURE}."
+        )
     for field in ("jax_tensor_parallelism", "jax_data_parallelism"):
         if rollout[field] != -1 and rollout[field] < 1:
             raise UserError(
@@ -207,12 +208,17 @@ def check(rollout: Section) -> None:
         raise UserError(
             "rollout.jax_tensor_parallelism and rollout.jax_data_parallelism: one alone may be -1."
         )
-    if rollout["vllm_gpu_memory_utilization"] > 1:
+    count, cores = rollout["jax_processes"], rollout["jax_process_cores"]
+    if cores and not count:
         raise UserError(
-            f"rollout.vllm_gpu_memory_utilization={rollout['vllm_gpu_memory_utilization']} must be "
-            "at most 1: it is the share of a GPU's memory that the replica takes."
+            f"rollout.jax_process_cores={cores} is for rollout.jax_processes; set both, or neither."
         )
-    _check_processes(rollout)
+    named = [field for field in ("addresses", "addresses_file") if rollout[field]]
+    others = [f"rollout.{field}" for field in named] or ["rollout.engine='vllm'"]
+    if count and (named or rollout["engine"] != "jax"):
+        raise UserError(
+            f"rollout.jax_processes={count} and {others[0]} both name replicas; set one of the two."
+        )
 
 
 def check_training(rollout: Section) -> None:
@@ -221,11 +227,6 @@ def check_training(rollout: Section) -> None:
         raise UserError(
             "rollout.temperature=0 samples equal responses, without advantage; set it above 0."
         )
-    _check_lag(rollout)
-
-
-def _check_lag(rollout: Section) -> None:
-    """The lag, and the settings with which responses are sampled in parts."""
     lag = rollout["max_staleness"]
     if rollout["in_flight"] != "keep":
         return
@@ -287,20 +288,6 @@ def rows_of_slots(
     return rows + -rows % num_shards, group
 
 
-def _check_processes(rollout: Section) -> None:
-    count, cores = rollout["jax_processes"], rollout["jax_process_cores"]
-    if cores and not count:
-        raise UserError(
-            f"rollout.jax_process_cores={cores} is for rollout.jax_processes; set both, or neither."
-        )
-    named = [field for field in ("addresses", "addresses_file") if rollout[field]]
-    others = [f"rollout.{field}" for field in named] or ["rollout.engine='vllm'"]
-    if count and (named or rollout["engine"] != "jax"):
-        raise UserError(
-            f"rollout.jax_processes={count} and {others[0]} both name replicas; set one of the two."
-        )
-
-
 def weight_dtype(config: ml_collections.ConfigDict) -> str:
     """Dtype of the weights that replicas get."""
     return config.rollout.weight_dtype or config.model.compute_dtype
@@ -335,10 +322,3 @@ def check_stop_strings(name: str, section: Section) -> None:
             raise UserError(f"{field} has {text!r}, which is not valid Unicode text; leave it out.")
         if strings.count(text) > 1:
             raise UserError(f"{field} has {text!r} twice; keep one.")
-
-
-def _check_sampling(rollout: Section) -> None:
-    if 0 < rollout["temperature"] < MIN_TEMPERATURE:
-        raise UserError(
-            f"rollout.temperature={rollout['temperature']} must be 0 or at least {MIN_TEMPERATURE}."
-        )

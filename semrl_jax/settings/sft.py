@@ -15,8 +15,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclasses.dataclass(frozen=True)
 class Sft:
-    """`config.sft`."""
-
     files: tuple[str, ...] = setting(
         (),
         "Conversations, .jsonl and .parquet, repeat the flag; empty: launch.sft warm-starts",
