@@ -36,7 +36,6 @@ PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES)
 # Nobody reads: a pipe's reader has ended, or the terminal was closed.
 GONE_ERRNOS = (errno.EPIPE, errno.EIO)
 EXAMPLES = {"config": "configs/quickstart.py", "workdir": "runs/quickstart"}
-NO_FLAGS: Mapping[str, str] = {}
 # gRPC reads this when it is imported. Otherwise it would print every attempt to connect.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -212,7 +211,7 @@ def required(flag: flags.FlagHolder[Any]) -> Any:
 def checked_config(
     flag: flags.FlagHolder[ConfigDict],
     check: Callable[[ConfigDict], None] = validate,
-    short_flags: Mapping[str, str] = NO_FLAGS,
+    short_flags: Mapping[str, str] = {},
 ) -> ConfigDict:
     """The config with its overrides, after the check. It is locked: no field can be added.
 
@@ -354,7 +353,8 @@ def _check_fields() -> None:
             raise UserError(f"--config={path}: {kind}{reason}") from None
         for other in sys.argv[1:]:
             if field := re.match(r"--?(?:no)?config\.([\w.]+)", other):
-                _check_field(config, field[1])
+                if field[1] not in flatten(config):
+                    raise UserError(f"--config.{unknown_field(config, field[1])}")
 
 
 def _places_in(error: Exception) -> str:
@@ -362,12 +362,6 @@ def _places_in(error: Exception) -> str:
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
     names = {name for line in lines for name in re.findall(r"\bconfig\.([\w.]+)", line)}
     return "; ".join(filter(None, map(new_places, sorted(names))))
-
-
-def _check_field(config: ConfigDict, field: str) -> None:
-    """Raises UserError if a flag cannot set the field."""
-    if field not in flatten(config):
-        raise UserError(f"--config.{unknown_field(config, field)}")
 
 
 # What a flag of each type expects.

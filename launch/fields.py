@@ -20,7 +20,6 @@ from semrl_jax.types import HiddenStateParams
 
 SAMPLING = ("temperature", "top_p", "top_k")  # in config.rollout and in config.evaluation
 STATE_KINDS = ("decode", "prefill")
-NO_FIELDS: Mapping[str, Any] = {}
 Fields = Mapping[str, tuple[str, str, str]]  # field of the config, kind and help, by flag
 # Flags of every command that samples.
 OF_SAMPLING: Fields = {
@@ -82,7 +81,7 @@ def chosen_fields(
     fields: Fields,
     values: Mapping[str, Any],
     defaults: Mapping[str, Any],
-    fixed: Mapping[str, Any] = NO_FIELDS,
+    fixed: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Values by field of the config: of the flags, else the defaults of the command.
 
