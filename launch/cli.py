@@ -352,9 +352,9 @@ def _check_fields() -> None:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             raise UserError(f"--config={path}: {kind}{reason}") from None
         for other in sys.argv[1:]:
-            if field := re.match(r"--?(?:no)?config\.([\w.]+)", other):
-                if field[1] not in flatten(config):
-                    raise UserError(f"--config.{unknown_field(config, field[1])}")
+            field = re.match(r"--?(?:no)?config\.([\w.]+)", other)
+            if field and field[1] not in flatten(config):
+                raise UserError(f"--config.{unknown_field(config, field[1])}")
 
 
 def _places_in(error: Exception) -> str:
