@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.cases import slow_after
-from tests.launch.conftest import run
+from tests.launch.conftest import run, succeed
 from tests.launch.test_bad_input import assert_one_line
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -25,10 +25,9 @@ def states(tmp_path):
 @pytest.mark.slow
 def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
     output = tmp_path / "deep" / "study"
-    result = run(
+    result = succeed(
         "launch.analyze", "metrics", f"--input={states}", "--stride=8", f"--output={output}"
     )
-    assert result.returncode == 0, result.stderr
     assert "curvature" in result.stdout and "2/3" in result.stdout
     rows = list(csv.DictReader((output / "metrics.csv").read_text().splitlines()))
     assert [row["tokens"] for row in rows] == ["40", "25", "40"]

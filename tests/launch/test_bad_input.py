@@ -10,7 +10,7 @@ import pytest
 
 from semrl_jax import data, models
 from tests.cases import slow_after
-from tests.launch.conftest import ROOT, TINY, environment, run, start
+from tests.launch.conftest import ROOT, TINY, environment, run, start, succeed
 
 MISTAKES = {
     "unknown field": (["--config.foo=1"], "--config.foo is no field of the config"),
@@ -239,7 +239,6 @@ from transformers import AutoTokenizer
 
 @pytest.mark.parametrize("command", slow_after(1, ["launch.train", "launch.rollout", "launch.sft"]))
 def test_help_says_what_the_command_does(command):
-    result = run(command, "--help")
-    assert result.returncode == 0
+    result = succeed(command, "--help")
     assert f"python -m {command}" in result.stdout and "--config" in result.stdout
     assert not result.stderr

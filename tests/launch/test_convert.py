@@ -21,7 +21,7 @@ from semrl_jax.shaping import init_shaping_state
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.train_state import DataPosition, TrainState
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
-from tests.launch.conftest import ROOT, run
+from tests.launch.conftest import ROOT, run, succeed
 from tests.rollout.embedded import EmbeddedReplica
 
 KILLS_CONFIG = ROOT / "tests" / "launch" / "kills_config.py"
@@ -240,10 +240,8 @@ def test_transformers_and_our_engine_give_the_same_responses(tmp_path):
 
     workdir, exported = tmp_path / "run", tmp_path / "exported"
     flags = (f"--config={KILLS_CONFIG}", "--config.training.num_steps=2")
-    result = run("launch.train", *flags, f"--workdir={workdir}", timeout=600)
-    assert result.returncode == 0, result.stderr
-    result = run("launch.convert", f"--source={workdir}", f"--target={exported}")
-    assert result.returncode == 0, result.stderr
+    succeed("launch.train", *flags, f"--workdir={workdir}", timeout=600)
+    result = succeed("launch.convert", f"--source={workdir}", f"--target={exported}")
     assert "Traceback" not in result.stderr
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     reference = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)

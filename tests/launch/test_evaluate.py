@@ -8,7 +8,7 @@ import time
 import pytest
 
 from semrl_jax.evaluation.samples import read_samples
-from tests.launch.conftest import TINY, run, start
+from tests.launch.conftest import TINY, run, start, succeed
 from tests.old_formats import EVALUATION, make_old
 from tests.training.test_reward_model import classifier
 
@@ -20,11 +20,10 @@ SIZES = ("--n=4", "--num_problems=48", "--config.evaluation.responses_per_call=1
 def trained(tmp_path_factory):
     """A run of two steps with checkpoints of steps 1 and 2."""
     workdir = tmp_path_factory.mktemp("evaluated") / "tiny"
-    done = run(
+    succeed(
         "launch.train", f"--config={TINY}", f"--workdir={workdir}",
         "--config.training.num_steps=2", "--config.evaluation.every_steps=1",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     return workdir
 
 

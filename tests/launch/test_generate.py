@@ -14,7 +14,7 @@ import transformers
 from safetensors import safe_open
 
 from semrl_jax import data, models
-from tests.launch.conftest import ROOT, run, start
+from tests.launch.conftest import ROOT, run, start, succeed
 from tests.launch.test_bad_input import assert_one_line
 from tests.old_formats import GENERATION, make_old
 
@@ -60,8 +60,7 @@ EVERYTHING = (
 def undisturbed(inputs, tmp_path_factory):
     """The directory of a generation with everything that can be asked for."""
     output = tmp_path_factory.mktemp("generate") / "out"
-    done = run("launch.generate", *command(inputs, output, *EVERYTHING))
-    assert done.returncode == 0, done.stderr
+    done = succeed("launch.generate", *command(inputs, output, *EVERYTHING))
     assert f"{NUM_PROMPTS * N} responses to {NUM_PROMPTS} prompts" in done.stdout
     return output
 
@@ -143,8 +142,7 @@ def test_a_generation_that_is_killed_and_stopped_has_the_same_files(inputs, undi
             assert process.returncode == 75, err
             assert "SIGTERM: stopped; the same command continues" in out
     make_old(min((output / "parts").glob("*.parquet")), GENERATION)  # of an earlier release
-    done = run("launch.generate", *arguments)
-    assert done.returncode == 0, done.stderr
+    done = succeed("launch.generate", *arguments)
     assert f"{PER_CALL * len(kept)} of {NUM_PROMPTS * N} responses are there" in done.stdout
     shards = [file.name for file in sorted(undisturbed.glob("states-*"))]
     for name in (*FILES, *shards):
@@ -159,11 +157,10 @@ def parts_of(output):
 
 def test_offline_verdicts_are_those_of_the_generation(undisturbed, tmp_path):
     output = tmp_path / "graded.parquet"
-    done = run(
+    done = succeed(
         "launch.score", f"--samples={undisturbed / 'responses.parquet'}", f"--output={output}",
         "--verifier=tests.verifiers:by_parity", "--prefix=again_",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     rows = pq.read_table(output).to_pylist()
     for name in ("correct", "score", "extracted", "boxed", "verifier_error"):
         assert [row[name] for row in rows] == [row[f"again_{name}"] for row in rows]
@@ -181,8 +178,9 @@ def test_a_study_of_the_recorded_states(inputs, undisturbed, tmp_path):
     """The page's command. Entropies are those of transformers, in float64."""
     flags = re.search(r"python -m launch.analyze study --input=states (.*)\n", STUDY_PAGE)[1]
     flags = flags.replace("=POLICY", f"={inputs / 'model'}").replace("=study", f"={tmp_path}")
-    done = run("launch.analyze", "study", f"--input={undisturbed}", "--stride=4", *flags.split())
-    assert done.returncode == 0, done.stderr
+    done = succeed(
+        "launch.analyze", "study", f"--input={undisturbed}", "--stride=4", *flags.split()
+    )
     summary = " ".join(done.stdout.split())  # a long path wraps the line
     assert f"{NUM_PROMPTS * N} responses to {NUM_PROMPTS} prompts" in summary
     table = pq.read_table(tmp_path / "responses.parquet").to_pylist()
@@ -214,8 +212,7 @@ def test_a_greedy_generation_is_asked_for_in_two_ways(inputs, tmp_path):
     for number, greedy in enumerate(("--temperature=0", "--config.rollout.temperature=0")):
         output = tmp_path / str(number)
         flags = [flag for flag in command(inputs, output) if not re.match("--(n|temp)", flag)]
-        done = run("launch.generate", *flags, "--num_prompts=4", greedy)
-        assert done.returncode == 0, done.stderr
+        succeed("launch.generate", *flags, "--num_prompts=4", greedy)
         found.append(pq.read_table(output / "responses.parquet")["response_ids"].to_pylist())
     assert found[0] == found[1]
 

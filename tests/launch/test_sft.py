@@ -13,7 +13,7 @@ from semrl_jax import data, models
 from semrl_jax.runs.sft_run import next_commands
 from tests.cases import slow_after
 from tests.fixtures import read_rows, stable
-from tests.launch.conftest import read_until, run, start
+from tests.launch.conftest import read_until, run, start, succeed
 from tests.launch.processes import finish, free_port
 from tests.launch.test_bad_input import assert_one_line
 
@@ -59,8 +59,7 @@ def arguments(files, workdir, *flags):
 @pytest.fixture(scope="module")
 def uninterrupted(files, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "run"
-    result = run(*arguments(files, workdir))
-    assert result.returncode == 0, result.stderr
+    result = succeed(*arguments(files, workdir))
     assert "files: 16 conversations, " in result.stdout and "eval 6  held  loss " in result.stdout
     assert f"step    6/{NUM_STEPS}  loss " in result.stdout and " tokens/s  left " in result.stdout
     assert f"{workdir}/model/, for transformers" in result.stdout
@@ -116,7 +115,7 @@ def test_signals_and_kills_change_nothing(files, uninterrupted, tmp_path):
 @pytest.mark.soak
 @slow
 def test_launch_train_goes_on_from_the_model(files, uninterrupted, tmp_path):
-    result = run(
+    succeed(
         "launch.train", "--config=configs/gsm8k.py", f"--workdir={tmp_path / 'run'}",
         f"--config.model.path={uninterrupted / 'model'}",
         f"--config.data.files={files / 'train.jsonl'}", "--config.data.prompts_per_step=2",
@@ -126,7 +125,6 @@ def test_launch_train_goes_on_from_the_model(files, uninterrupted, tmp_path):
         f"--config.evaluation.files={files / 'held.jsonl'}", "--config.evaluation.every_steps=0",
         "--config.shaping.target=none", "--config.hidden_states.source=none",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
     # A directory of a fine-tuning holds no run of launch.train, and the other way round.
     other = run(*arguments(files, tmp_path / "run"))
     assert_one_line(other, "holds a run with another config")
