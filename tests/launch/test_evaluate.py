@@ -137,20 +137,6 @@ def test_a_killed_evaluation_continues_with_the_same_results(settings, undisturb
 
 
 @pytest.mark.slow
-def test_a_stopped_evaluation_ends_with_75(trained, tmp_path):
-    command = (f"--policy={trained}", f"--output={tmp_path / 'stopped'}", *SIZES)
-    process = start("launch.evaluate", *command)
-    parts = tmp_path / "stopped" / "parts"
-    deadline = time.monotonic() + 100
-    while not list(parts.glob("*.parquet")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
-    assert "SIGTERM: stopped; the same command continues" in out
-
-
-@pytest.mark.slow
 def test_greedy_accuracy_of_steps_is_that_in_the_log_of_the_run(trained, tmp_path):
     output = tmp_path / "steps"
     done = evaluate(

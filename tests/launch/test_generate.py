@@ -207,16 +207,6 @@ def test_a_study_of_the_recorded_states(inputs, undisturbed, tmp_path):
     assert len(prompts) == NUM_PROMPTS and "lidar" in prompts.column_names
 
 
-def test_a_greedy_generation_is_asked_for_in_two_ways(inputs, tmp_path):
-    found = []
-    for number, greedy in enumerate(("--temperature=0", "--config.rollout.temperature=0")):
-        output = tmp_path / str(number)
-        flags = [flag for flag in command(inputs, output) if not re.match("--(n|temp)", flag)]
-        succeed("launch.generate", *flags, "--num_prompts=4", greedy)
-        found.append(pq.read_table(output / "responses.parquet")["response_ids"].to_pylist())
-    assert found[0] == found[1]
-
-
 def test_mistakes_are_named(inputs, undisturbed, tmp_path):
     def refused(*more, output=tmp_path / "out"):
         return run("launch.generate", *command(inputs, output, *more))

@@ -286,15 +286,3 @@ def test_help_needs_neither_jax_nor_the_hub():
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
-
-
-def test_parquet_that_cannot_hold_a_row_is_one_line(tmp_path):
-    source = tmp_path / "source.jsonl"
-    source.write_text(json.dumps({"question": "a", "answer": "#### 1", "x": {}}) + "\n")
-    output = tmp_path / "made.parquet"
-    assert_one_line(prepare("simplelr_qwen_level3to5", output, f"--input={source}"), "all 1 rows")
-    row = SIMPLERL[0] | {"x": {}}
-    source.write_text(json.dumps(row) + "\n")
-    result = prepare("simplelr_qwen_level3to5", output, f"--input={source}")
-    assert_one_line(result, "cannot hold these rows", "try the other format")
-    assert not output.exists()

@@ -250,19 +250,6 @@ def test_a_flipped_bit_at_any_offset_is_found(saved, state, num_flips):
     assert int(restore(saved, state)[0].step) == 2
 
 
-@pytest.mark.slow
-def test_every_flipped_bit_of_a_small_file_is_found(saved):
-    file = saved / "2" / "meta" / "metadata"
-    content = file.read_bytes()
-    for bit in range(8 * len(content)):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(flipped)
-        assert str(file) in checkpoint_problem(saved / "2")
-    file.write_bytes(content)
-    assert checkpoint_problem(saved / "2") == ""
-
-
 @pytest.mark.parametrize(
     "content", slow_after(2, [None, "{}", "", "[]", "null", "{", '{"a": 1}', "\0", "[" * 100_000])
 )
@@ -371,12 +358,6 @@ def test_metadata_with_missing_or_wrong_fields_is_a_problem(saved, fields):
             (saved / "2" / "meta" / "metadata").write_text(json.dumps(content))
             write_manifest(saved / "2")
             assert str(saved / "2" / "meta" / "metadata") in checkpoint_problem(saved / "2")
-
-
-def test_deeply_nested_metadata_counts_as_damage(saved, state):
-    (saved / "2" / "meta" / "metadata").write_text("[" * 100_000)
-    write_manifest(saved / "2")
-    assert_previous_used(saved, state, "meta/metadata has no format_version")
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"tree_metadata": 3}'])

@@ -267,15 +267,6 @@ def test_only_a_user_mistake_in_the_first_step_removes_the_run(
 
 
 @pytest.mark.slow
-def test_plain_grpo_may_measure_metrics_that_shaping_cannot_use(config, tmp_path):
-    config.metrics.names = ("curvature",)
-    config.shaping.target = "none"
-    config.training.num_steps = 1
-    assert train(config, str(tmp_path / "run")) == 0
-    assert "metrics/curvature/mean" in read_rows(tmp_path / "run")[0]
-
-
-@pytest.mark.slow
 def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
     """Without baselines, the first update is the same. From the second on, the bonus changes it.
 
