@@ -20,6 +20,7 @@ from semrl_jax.runs.config_checks import check_sections, remarks
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 
 @pytest.mark.parametrize("module", [default, quickstart, quickstart_ppo])
@@ -47,15 +48,13 @@ def test_parts_of_a_batch_that_fit_stay_as_they_are():
     config.training.prompts_per_minibatch = 5
     for prompts, choice in ((48, "4 or 6"), (7, "1 or 7"), (3, "3")):
         config.data.prompts_per_step = prompts
-        with pytest.raises(UserError, match=rf"={prompts}; set it to {choice}, or change data.pro"):
-            validate(config)
+        refused(rf"={prompts}; set it to {choice}, or change data.pro", validate, config)
 
 
 def test_a_warm_up_of_the_critic_leaves_steps_for_the_policy():
     config = quickstart_ppo.get_config()
     config.critic.warmup_steps = config.training.num_steps
-    with pytest.raises(UserError, match=r"critic.warmup_steps=40 must be below training.num_steps"):
-        validate(config)
+    refused(r"critic.warmup_steps=40 must be below training.num_steps", validate, config)
 
 
 def test_evaluation_settings_follow_data_until_they_are_set():
@@ -180,8 +179,7 @@ def test_rewards_are_named_in_one_field():
     config.rewards.functions = ("model:weight=2",)  # the function only judges correctness
     validate(config)
     config.rewards.functions = ("model", "math")
-    with pytest.raises(UserError, match=r"'math_text' and rewards.functions=.* are both set"):
-        validate(config)
+    refused(r"'math_text' and rewards.functions=.* are both set", validate, config)
 
 
 def test_a_stride_needs_to_allow_only_the_orders_in_use():
@@ -193,8 +191,7 @@ def test_a_stride_needs_to_allow_only_the_orders_in_use():
     config.metrics.stride = limit // 2
     validate(config)
     config.metrics.stride = limit // 2 + 1
-    with pytest.raises(UserError, match=r"leaves 1 prefix.*velocity"):
-        validate(config)
+    refused(r"leaves 1 prefix.*velocity", validate, config)
     config.shaping.indicators = ("effective_rank",)
     validate(config)
 
@@ -220,14 +217,12 @@ def test_the_stride_limit_depends_on_the_window_rule(window, limit, stride, larg
     config.rollout.max_response_tokens = limit
     config.metrics.window = window
     config.metrics.stride = stride
-    with pytest.raises(UserError, match=f"set a stride of at most {largest}\\."):
-        validate(config)
+    refused(f"set a stride of at most {largest}\\.", validate, config)
     config.metrics.stride = largest
     validate(config)
     config.metrics.stride, config.rollout.max_response_tokens = 1, 2
     config.rollout.max_prompt_tokens = 12
-    with pytest.raises(UserError, match="raise that limit"):
-        validate(config)
+    refused("raise that limit", validate, config)
 
 
 @pytest.mark.parametrize(
@@ -244,8 +239,7 @@ def test_metrics_that_a_replica_cannot_measure_are_refused(field, value, message
     validate(config)
     config.shaping.target = "none"
     config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=message):
-        validate(config)
+    refused(message, validate, config)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +250,7 @@ def test_other_layers_need_hidden_states_from_the_replica(field, value):
     config.metrics.layers = (-1, 0)
     validate(config)
     config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=rf"has 0, but {field}='{value}' has the final layer only"):
-        validate(config)
+    refused(rf"has 0, but {field}='{value}' has the final layer only", validate, config)
 
 
 OF_SPREAD = """
@@ -273,14 +266,12 @@ def test_a_metric_of_a_users_module_is_imported_when_the_config_is_checked(tmp_p
     config = quickstart.get_config()
     config.metrics.names = ("effective_rank", "my_package.spread")
     config.shaping.guidance = "spread_velocity"
-    with pytest.raises(UserError, match=r"'my_package.spread' cannot be imported .ModuleNotFound"):
-        validate(config)
+    refused(r"'my_package.spread' cannot be imported .ModuleNotFound", validate, config)
     (tmp_path / "my_package" / "spread.py").write_text(OF_SPREAD)
     importlib.invalidate_caches()
     validate(config)
     config.metrics.placement = "rollout"
-    with pytest.raises(UserError, match=r"'my_package.spread', but with metrics.placement="):
-        validate(config)
+    refused(r"'my_package.spread', but with metrics.placement=", validate, config)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -293,8 +284,7 @@ def test_importance_weights_need_the_whole_vocabulary(level):
         config.rollout[field] = value
         validate(config)
         config.algorithms.importance.level = level
-        with pytest.raises(UserError, match=rf"level='{level}'.* rollout.{field}={value} samples"):
-            validate(config)
+        refused(rf"level='{level}'.* rollout.{field}={value} samples", validate, config)
 
 
 def test_indicators_of_the_tokens_need_no_hidden_states():
@@ -311,8 +301,7 @@ def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):
     config = quickstart.get_config()
     validate(config)
     config.training.rate = 0.5
-    with pytest.raises(UserError, match=r"training\.rate is now training\.learning_rate"):
-        validate(config)
+    refused(r"training\.rate is now training\.learning_rate", validate, config)
     record = tmp_path / "config.json"  # of a run of an earlier release
     record.write_text(json.dumps({"config": {"training": {"rate": 0.5}}}))
     assert recorded.get_config(str(record)).training.learning_rate == 0.5
@@ -376,8 +365,7 @@ def test_child_processes_are_of_the_jax_engine(field, value, message):
     config = quickstart_async.get_config()
     validate(config)
     config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=message):
-        validate(config)
+    refused(message, validate, config)
 
 
 @pytest.mark.parametrize(
@@ -429,14 +417,12 @@ def test_what_does_not_go_with_an_environment_is_refused(config, changes, messag
     config.environment.name = "calculator"
     validate(config)
     config.update_from_flattened_dict(changes)
-    with pytest.raises(UserError, match=message):
-        validate(config)
+    refused(message, validate, config)
 
 
 def test_remarks_are_printed_once_also_if_quiet(config, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("semrl_jax.runs.setup.remarks", lambda config: ["warning: a remark"])
     config.data.update(task="files", files=("nowhere.jsonl",))  # ends the run soon after
     config.model.path = str(tmp_path / "none")
-    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
-        train(config, str(tmp_path / "run"), quiet=True)
+    refused(r"nowhere\.jsonl", train, config, str(tmp_path / "run"), quiet=True)
     assert capsys.readouterr().out.count("warning: a remark") == 1
