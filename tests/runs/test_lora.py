@@ -213,10 +213,7 @@ def test_an_adapter_must_fit_the_settings(tmp_path):
     )
     base = {"model.path": str(tmp_path / "base"), "lora.path": str(tmp_path / "adapter")}
     for fields, message in (
-        (
-            {},
-            r"lora\.targets: the settings give \('q_proj', 'k_pr.* has \('q_proj', 'up_proj'\)",
-        ),
+        ({}, r"lora\.targets: the settings give \('q_proj', 'k_pr.* has \('q_proj', 'up_proj'\)"),
         ({"lora.rank": 8}, r"lora\.rank: the settings give 8, but .* has 4; set lora.rank to that"),
         ({"lora.alpha": 4.0}, r"lora\.alpha: the settings give 4\.0, but .* has 8\.0"),
         ({"lora.path": str(tmp_path)}, r"lora\.path: .* is no adapter"),
