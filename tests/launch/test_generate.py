@@ -5,7 +5,6 @@ import re
 import signal
 import time
 
-import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +12,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from semrl_jax import data, models
+from tests.fixtures import save_model
 from tests.launch.conftest import ROOT, run, start, succeed
 from tests.launch.test_bad_input import assert_one_line
 from tests.old_formats import GENERATION, make_old
@@ -30,12 +29,7 @@ FILES = ("responses.parquet", "states.index.json", "conversations.jsonl")
 def inputs(tmp_path_factory):
     """A directory with a random model and a file of prompts."""
     path = tmp_path_factory.mktemp("generate")
-    config = models.DecoderConfig(
-        vocab_size=34, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2,
-        num_kv_heads=1, head_dim=8, max_position_embeddings=256,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(path / "model", params, config, data.character_tokenizer())
+    save_model(path / "model", num_layers=2)
     rows = [{"question": f"{n}+{n}=", "answer": 2 * n, "level": n} for n in range(NUM_PROMPTS)]
     (path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

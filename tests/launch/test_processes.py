@@ -268,24 +268,3 @@ def test_slurm_environment_is_sufficient(uninterrupted, warmed):
     for code, _, err in finish(tasks):
         assert code == 0, err
     assert_same_run(warmed, uninterrupted, NUM_STEPS)
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        pytest.param(
-            ("--config.training.learning_rate=0.5",), "config.training.learning_rate",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("--config.seed=3",), "config.seed", marks=pytest.mark.soak),
-    ],
-)  # fmt: skip
-def test_processes_with_other_settings_are_refused(tmp_path, flags, named):
-    started = time.monotonic()
-    found = finish(start_processes(tmp_path / "run", 2, own_flags={1: flags}))
-    for code, _, err in found:
-        assert code == 2
-        line = err.strip().splitlines()[-1]
-        assert line.startswith("python -m launch.train: process") and named in line
-    assert not (tmp_path / "run").exists()
-    assert time.monotonic() - started < 60

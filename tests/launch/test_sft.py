@@ -12,7 +12,7 @@ from configs import default, sft
 from semrl_jax import data, models
 from semrl_jax.runs.sft_run import next_commands
 from tests.cases import slow_after
-from tests.fixtures import read_rows, stable
+from tests.fixtures import read_rows, save_chat_model, stable
 from tests.launch.conftest import read_until, run, start, succeed
 from tests.launch.processes import finish, free_port
 from tests.launch.test_bad_input import assert_one_line
@@ -36,13 +36,7 @@ def files(tmp_path_factory):
     path = tmp_path_factory.mktemp("sft")
     write_problems(path / "held.jsonl", 5)
     texts = write_problems(path / "train.jsonl", 16).read_text().splitlines()
-    tokenizer = data.train_tokenizer(texts, 280)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=8, max_position_embeddings=256, tie_embeddings=True,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(path / "model", params, config, tokenizer)
+    save_chat_model(path / "model", texts, head_dim=8)
     return path
 
 

@@ -3,18 +3,16 @@
 import json
 import shutil
 
-import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from semrl_jax import data, models
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
 from tests.cases import slow_after
-from tests.fixtures import read_rows, stable
+from tests.fixtures import read_rows, save_chat_model, stable
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
@@ -33,13 +31,7 @@ def write_problems(file, questions=QUESTIONS):
 def model(tmp_path_factory):
     """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = data.train_tokenizer(QUESTIONS, 280)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=16, max_position_embeddings=128, tie_embeddings=True,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(directory, params, config, tokenizer)
+    save_chat_model(directory, QUESTIONS, max_position_embeddings=128)
     return directory
 
 

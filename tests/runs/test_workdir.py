@@ -172,13 +172,6 @@ def test_a_resumed_run_may_have_other_devices_and_workers(config, tmp_path, sect
     assert all(line.endswith(changed.partition(".")[2]) for line in reopened.changed)
 
 
-def test_a_resumed_run_may_not_have_other_sampling(config, tmp_path):
-    open_workdir(str(tmp_path / "run"), config).close()
-    config.rollout.temperature = 0.5
-    with pytest.raises(UserError, match=r"another config \(rollout.temperature: 1.0 -> 0.5\)"):
-        open_workdir(str(tmp_path / "run"), config)
-
-
 def test_a_setting_that_is_newer_than_the_run_and_follows_another_has_not_changed(config, tmp_path):
     workdir = open_workdir(str(tmp_path / "run"), config)
     workdir.close()
