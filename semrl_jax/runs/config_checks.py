@@ -152,25 +152,20 @@ def method_line(config: ml_collections.ConfigDict) -> str:
 def _check_data(config: ml_collections.ConfigDict) -> None:
     data, evaluation = config.data, config.evaluation
     benchmark_entries(evaluation)
+    if data.task in ("files", "reasoning_gym") and not config.model.path:
+        raise UserError(
+            f"data.task={data.task!r} needs model.path: a random model has the tokenizer of "
+            "arithmetic; python -m launch.random_model or launch.prepare_model makes a small one."
+        )
     if data.task == "files":
-        if not config.model.path:
-            raise UserError(
-                "data.task='files' needs model.path: a random model has only the tokenizer of the "
-                "arithmetic task; python -m launch.random_model makes a small model to try with."
-            )
         evaluation_files(evaluation.files)
         return
-    if data.task == "reasoning_gym":
-        if not config.model.path:
-            raise UserError(
-                "data.task='reasoning_gym' needs model.path: a random model has only the tokenizer "
-                "of the arithmetic task; python -m launch.prepare_model fetches a small real model."
-            )
-        named = [config.rewards.function, *config.rewards.functions]
-        if not any(named):
-            raise UserError(
-                "data.task='reasoning_gym' needs a verifier: set rewards.function='reasoning_gym'."
-            )
+    if data.task == "reasoning_gym" and not any(
+        [config.rewards.function, *config.rewards.functions]
+    ):
+        raise UserError(
+            "data.task='reasoning_gym' needs a verifier: set rewards.function='reasoning_gym'."
+        )
     if data.files or evaluation.files:
         raise UserError(
             f"data.files and evaluation.files are not read with data.task={data.task!r}."

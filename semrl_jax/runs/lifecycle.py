@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import jax
 import ml_collections
 
 from semrl_jax.cluster import exit_without_peers, find_place, join
@@ -21,7 +23,6 @@ from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.consistency import check_same
 from semrl_jax.runs.export import ADAPTER, MODEL, save_trained
-from semrl_jax.runs.profiling import profiled
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.starting_model import starting_directory, with_own_model
@@ -305,3 +306,31 @@ def end_early(run: Run, state: TrainState, preempted: Preempted) -> int:
         run.reporter.notice(f"{preempted}: {failure}; make room, the same command goes on")
         return EXIT_NOT_SAVED
     return EXIT_PREEMPTED
+
+
+def profiled(
+    results: Iterator[StepResult], first_step: int, steps: range, directory: pathlib.Path
+) -> Iterator[StepResult]:
+    """Takes the steps from `first_step` on, and records a JAX profile of those in `steps`.
+
+    The profile has one marker per step and per phase. It is written to `plugins/profile/<time>/`
+    when its last step ends, or when the training ends before that.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python functions would be most of the file
+    step = first_step
+    with contextlib.ExitStack() as recording:
+        while True:
+            if step in (steps.start, first_step) and step in steps:
+                jax.profiler.start_trace(
+                    str(directory), create_perfetto_trace=True, profiler_options=options
+                )
+                recording.callback(jax.profiler.stop_trace)
+            with jax.profiler.StepTraceAnnotation("step", step_num=step):
+                result = next(results, None)
+            step += 1
+            if step not in steps:
+                recording.close()  # before the caller records the result
+            if result is None:
+                return
+            yield result
