@@ -1,14 +1,16 @@
-"""Finds question, reference answer and data source in a row of a prompt file."""
+"""Finds question, reference answer and data source in a row of a prompt file; reads examples."""
 
 from __future__ import annotations
 
 import dataclasses
 import decimal
+import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax.data.row_files import RowError
+from semrl_jax.data.row_files import Row, RowError, read_rows
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import one_of
 
@@ -281,3 +283,30 @@ def check_text(field: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as e:  # such as JSON's "\\ud800", which no tokenizer accepts
         raise RowError(f"field {field!r} holds a lone surrogate at character {e.start}.") from e
+
+
+def read_shots(path: str | os.PathLike[str], count: int) -> list[tuple[str, str]]:
+    """The first examples of a file, as pairs of question and answer; UserError if too few."""
+    shots = []
+    for where, row in itertools.islice(read_rows(path), count):
+        try:
+            shots.append(_shot(row))
+        except RowError as error:
+            raise UserError(f"evaluation.shots_file: {where}: {error}") from None
+    if len(shots) < count:
+        raise UserError(
+            f"evaluation.shots_file={str(path)!r} has {len(shots)} rows, fewer than {count} shots."
+        )
+    return shots
+
+
+def _shot(row: Row) -> tuple[str, str]:
+    if isinstance(row, RowError):
+        raise row
+    fields = "question", "response" if row.get("response") is not None else "answer"
+    for field in fields:
+        if not isinstance(row.get(field), str) or not row[field].strip():
+            raise RowError(f"field {field!r} must be text, not {row.get(field)!r:.80}.")
+        check_text(field, row[field])
+    question, answer = (row[field].strip() for field in fields)
+    return question, answer

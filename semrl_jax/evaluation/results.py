@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -21,7 +20,6 @@ from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.evaluator import figures_of
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample, by_problem
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.safe_files import write_json
 
 AVERAGE = "average"
 SIZES = ("num_problems", "num_samples", "num_not_sampled", "num_benchmarks")
@@ -134,7 +132,7 @@ def _average(by_name: Mapping[str, Figures]) -> Figures:
 
 
 def as_results(evaluated: Mapping[str, Figures]) -> Results:
-    """What `results.json` holds; None for a figure without a response."""
+    """What `results.json` holds: shares in [0, 1], tokens, intervals of 95 %; None: no response."""
     found: Results = {}
     for name, figures in evaluated.items():
         found[name] = row = {}
@@ -144,21 +142,6 @@ def as_results(evaluated: Mapping[str, Figures]) -> Results:
             row[f"{key}_stderr"] = _number(figures.errors[key])
         row.update(figures.sizes)
     return found
-
-
-def results(
-    samples: Sequence[Sample],
-    scores: Sequence[ModuleType],
-    options: ml_collections.ConfigDict,
-    groups: Mapping[str, Sequence[str]] | None = None,
-) -> Results:
-    """`as_results` of `evaluate`: fractions in [0, 1], lengths in tokens, intervals of 95 %."""
-    return as_results(evaluate(samples, scores, options, groups))
-
-
-def write_results(file: pathlib.Path, found: Mapping[str, Any]) -> None:
-    """Writes results or a comparison as JSON, without NaN; the file is complete or missing."""
-    write_json(file, found)
 
 
 def _number(value: float) -> float | None:

@@ -51,6 +51,7 @@ from semrl_jax.sampling.prompt_sources import check_prompts
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.safe_files import write_json
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import batch_scores, find_reward_model
 from semrl_jax.training.rollout_batch import pad_batch
@@ -306,7 +307,7 @@ def _evaluate_policy(
     found = results.as_results(figures)
     for name, values in over_set.items():
         found[name] |= {f"metrics/{label}": value for label, value in values.items()}
-    results.write_results(directory.path / "results.json", found)
+    write_json(directory.path / "results.json", found)
     problem_page.write_page(
         directory.path / "page.html", {source.name: samples}, {source.name: found}, source.name
     )
@@ -320,7 +321,7 @@ def _evaluate_policy(
 def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter: Reporter) -> None:
     """Writes comparison.json and page.html, and curves.png if a run has several steps."""
     compared = comparison.compare({item.source.name: item.figures for item in found})
-    results.write_results(output / "comparison.json", compared)
+    write_json(output / "comparison.json", compared)
     reporter.table(comparison.comparison_table(compared))
     samples = {item.source.name: read_samples(item.directory / SAMPLES) for item in found}
     problem_page.write_page(output / "page.html", samples, compared["results"], output.name)
