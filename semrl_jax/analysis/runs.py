@@ -104,15 +104,12 @@ def response_states(
     return states
 
 
-def read_responses(
-    file: pathlib.Path, needed: Sequence[str] = (), optional: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
+def read_responses(file: pathlib.Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The rows of a file, see `response_files.read`, with token ids and masks as arrays.
 
     Without the column `response_mask`, the policy sampled every response token.
     """
-    optional = None if optional is None else (*optional, "response_mask")
-    rows = response_files.read(file, (*IDS, *needed), optional).to_pylist()
+    rows = response_files.read(file, (*IDS, *needed)).to_pylist()
     if not rows:
         raise UserError(f"{file} has no response.")
     for row in rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -115,17 +115,16 @@ def _difference_text(found: Mapping[str, Any] | None) -> str:
     return f"\n({100 * found['difference']:+.1f} ±{50 * (high - low):.1f})"
 
 
-def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[str] = ()) -> Figure:
-    """Draws figures over the steps of runs, one panel per benchmark, with bands of 95 %.
+def draw_curves(steps: Mapping[str, Mapping[int, Results]]) -> Figure:
+    """Draws all accuracies of one run over its steps, or the first of them of several runs.
 
-    The default figures are all accuracies of one run, and the first of them of several runs.
+    There is one panel per benchmark, with bands of 95 %.
     """
     all_steps = sorted({step for by_step in steps.values() for step in by_step})
     rows = [found for by_step in steps.values() for found in by_step.values()]
     panels = list(dict.fromkeys(benchmark for found in rows for benchmark in found))
-    if not figures:
-        figures = main_figures(list(dict.fromkeys(n for found in rows for n in names_of(found))))
-        figures = figures[: 1 if len(steps) > 1 else MAX_LINES]
+    figures = main_figures(list(dict.fromkeys(n for found in rows for n in names_of(found))))
+    figures = figures[: 1 if len(steps) > 1 else MAX_LINES]
     left_out = len(panels) - MAX_PANELS
     panels = panels[:MAX_PANELS]
     num_columns = min(COLUMNS, max(len(panels), 1))
@@ -172,9 +171,7 @@ def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[st
     return figure
 
 
-def write_curves(
-    file: pathlib.Path, steps: Mapping[str, Mapping[int, Results]], figures: Sequence[str] = ()
-) -> None:
+def write_curves(file: pathlib.Path, steps: Mapping[str, Mapping[int, Results]]) -> None:
     """Writes `draw_curves` as PNG; the file is complete or missing."""
     with replacing(file) as out:
-        draw_curves(steps, figures).savefig(out, format="png", dpi=110)
+        draw_curves(steps).savefig(out, format="png", dpi=110)

@@ -80,9 +80,7 @@ class Planned(NamedTuple):
         ]  # fmt: skip
 
 
-def variants_of(
-    vary: Sequence[str], variants: Sequence[str], count: int = 0, seed: int = 0
-) -> list[Variant]:
+def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) -> list[Variant]:
     """The variants of a sweep; UserError for an entry of another form, or two equal ones.
 
     `vary` has FIELD=VALUE,VALUE, all combinations, or `count` drawn of them; `variants` has
@@ -100,7 +98,7 @@ def variants_of(
             raise UserError(
                 f"--random={count} is more than the {len(found)} combinations of --vary."
             )
-        found = random.Random(seed).sample(found, count)
+        found = random.Random(0).sample(found, count)
     for entry in variants:
         pairs = [part.partition("=") for part in entry.split()]
         if any(not (field and sign) for field, sign, _ in pairs):

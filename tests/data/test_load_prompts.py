@@ -255,15 +255,7 @@ def test_answer_after_the_last_mark(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "answer"),
-    [
-        (27.0, "27"),
-        (-0.0, "0"),
-        (0.5, "0.5"),
-        (1e22, "1" + "0" * 22),
-        (10**400, "1" + "0" * 400),
-        (" a ", "a"),
-    ],
+    ("value", "answer"), [(27.0, "27"), (10**400, "1" + "0" * 400), (" a ", "a")]
 )
 def test_answers_are_texts(tokenizer, tmp_path, value, answer):
     path = write(tmp_path / "set.jsonl", [problem("1", value)])

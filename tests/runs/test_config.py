@@ -283,15 +283,6 @@ def test_importance_weights_need_the_whole_vocabulary(level):
         refused(rf"level='{level}'.* rollout.{field}={value} samples", validate, config)
 
 
-def test_indicators_of_the_tokens_need_no_hidden_states():
-    config = quickstart.get_config()
-    config.shaping.indicators = ("avg_log_probs",)
-    config.shaping.explore_weights = config.shaping.exploit_weights = (1.0,)
-    config.shaping.guidance = "avg_logits_entropy"
-    config.hidden_states.source = "none"
-    validate(config)
-
-
 def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):
     monkeypatch.setitem(moved.MOVED, "training.rate", "training.learning_rate")
     config = quickstart.get_config()

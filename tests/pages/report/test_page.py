@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import pathlib
 import re
 
@@ -261,16 +260,6 @@ def test_columns_of_another_type_are_shown_or_the_file_is_named(run, kind):
                 view.read_responses(file)
     finally:
         file.unlink()
-
-
-def test_a_pipe_among_the_responses_is_named(run):
-    file = run / "rollouts" / "step_000099.parquet"
-    os.mkfifo(file)
-    try:
-        found = recorded_responses.samples(reading.read_runs([run]))
-    finally:
-        file.unlink()
-    assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
 
 
 @pytest.mark.parametrize("name, value", [("correct", None), ("correct", "no"), ("group_id", None)])
