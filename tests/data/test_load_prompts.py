@@ -250,7 +250,7 @@ def test_answer_after_the_last_mark(tokenizer, tmp_path):
     for answer in ("no mark", "mark ####", "#### \n", 5):
         write(path, [*rows, problem("3", answer)])
         place = r"set\.jsonl, line 3: field 'answer' has no answer af"
-        with pytest.raises(UserError, match=f"{place}.*without answer_after the whole field"):
+        with pytest.raises(UserError, match=f"{place}.*empty takes the whole field"):
             load_prompts(path, tokenizer, answer_after="####")
 
 
