@@ -48,7 +48,7 @@ def test_the_samples_of_another_evaluation_are_refused(directory):
     write_samples(directory.path / "samples.parquet", SAMPLES)
     assert directory.finished() == {"sums": SAMPLES}
     write_samples(directory.path / "samples.parquet", [SAMPLES[0]._replace(benchmark="other")])
-    with pytest.raises(UserError, match=r"responses to 'other', unknown to evaluation\.json"):
+    with pytest.raises(UserError, match=r"has 'other', which .*evaluation\.json does not know"):
         directory.finished()
 
 

@@ -109,13 +109,13 @@ def test_a_bad_file_is_named(tmp_path):
         check_rows(file, Fields(response="text"), takes_row=False)
 
 
-NO_OBJECT = "line 2: field 'row' must be a JSON object, the row of the prompt, not "
+NO_OBJECT = "line 2: field 'row' must be a JSON object, not "
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("null", NO_OBJECT + "'null'; name another field by --row"),
+        ("null", NO_OBJECT + "'null'; name another by --row"),
         ("[1]", NO_OBJECT),
         ("{", NO_OBJECT),
         ("[" * 100_000, NO_OBJECT),

@@ -228,7 +228,7 @@ def test_a_target_that_cannot_be_made_is_named_before_the_work(directory, tmp_pa
 
 
 def test_a_checkpoint_flag_for_a_model_directory_is_a_mistake(directory, tmp_path):
-    with pytest.raises(UserError, match="leave them out"):
+    with pytest.raises(UserError, match="leave out --step"):
         convert(directory / "warm_start", tmp_path / "target", dtype="bfloat16")
 
 

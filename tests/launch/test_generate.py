@@ -206,7 +206,7 @@ def test_mistakes_are_named(inputs, undisturbed, tmp_path):
         return run("launch.generate", *command(inputs, output, *more))
 
     for flags, message in (
-        (["--conversations=correct"], "--conversations=correct needs a verdict"),
+        (["--conversations=correct"], "--conversations=correct needs --verifier"),
         (["--temperature=0"], "gives evaluation.n=2 equal responses"),
         (["--n=0"], "evaluation.n=0 must be"),
         (["--prompts=/nowhere.jsonl"], "--prompts: prompt file '/nowhere.jsonl' does not exist"),

@@ -272,7 +272,7 @@ def test_wrong_names_and_outputs_of_benchmarks(tmp_path, monkeypatch):
     source = write(tmp_path / "amc24.jsonl", [AMC24])
     assert_refused("is the input; name another file", "amc24", tmp_path, str(source))
     monkeypatch.setattr("semrl_jax.evaluation.benchmark_spec.SOURCE", "http://127.0.0.1:9/{folder}")
-    assert_refused("127.0.0.1:9/amc24 cannot be fetched .* pass the file as", "amc24", tmp_path)
+    assert_refused("127.0.0.1:9/amc24 cannot be fetched .* pass --input=FILE", "amc24", tmp_path)
 
 
 def test_help_needs_neither_jax_nor_the_hub():

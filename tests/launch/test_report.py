@@ -33,7 +33,7 @@ def test_the_command_writes_reports_and_names_mistakes(runs, config, tmp_path):
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 25
     for arguments, message in (
         ([], "name the directory of a run"),
-        ([tmp_path / "nothing"], "nothing is not the directory of a run"),
+        ([tmp_path / "nothing"], "nothing is no run; name --workdir"),
         ([empty], "has no log yet"),
         ([first, second], "--output is needed to compare runs"),
         ([first, f"--output={tmp_path}/no/page.html"], "must be a file in a directory that exists"),

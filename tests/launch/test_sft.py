@@ -154,10 +154,10 @@ def test_two_processes_train_the_same_model(files, uninterrupted, tmp_path):
     slow_after(
         1,
         [
-            (["--config=configs/gsm8k.py"], "there is nothing to train: name files of conversatio"),
+            (["--config=configs/gsm8k.py"], "nothing to train: name sft.files"),
             (
                 ["--config=configs/default.py", "--config.sft.files=chats.jsonl"],
-                "sft.files needs model.path, the mod",
+                "sft.files needs model.path; python",
             ),
         ],
     ),

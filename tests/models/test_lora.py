@@ -193,7 +193,7 @@ MISTAKES = {
     "another shape": (
         {"base_model_name_or_path": "hub/mine"},
         {UP: np.ones((64, 4), np.float32)},
-        r"up_proj\.lora_B\.weight has shape \(64, 4\), but rank 4 .* needs \(48, 4\)",
+        r"up_proj\.lora_B\.weight has shape \(64, 4\); rank 4 .* needs \(48, 4\)",
     ),
     "another dtype": (
         {"base_model_name_or_path": "hub/mine"},
@@ -203,7 +203,7 @@ MISTAKES = {
     "a layer less": (
         {"base_model_name_or_path": ""},
         {f"{PREFIX}mlp.up_proj.lora_A.weight": None},
-        r"layers\.1\.mlp\.up_proj\.lora_A\.weight is missing, but rank 4 .* needs \(4, 32\)",
+        r"layers\.1\.mlp\.up_proj\.lora_A\.weight is missing; rank 4 .* needs \(4, 32\)",
     ),
     "pissa": (
         {"init_lora_weights": "pissa_niter_4"},
@@ -213,7 +213,7 @@ MISTAKES = {
     "a later version of peft": (
         {"use_new_method": {"a": 1}},
         {},
-        "use_new_method={'a': 1} is not supported; train an adapter without it, or remove",
+        "use_new_method={'a': 1} is not supported; train an adapter without it",
     ),
     "the output matrix": (
         {"base_model_name_or_path": "mine"},
@@ -228,7 +228,7 @@ MISTAKES = {
     "a layer more": (
         {"base_model_name_or_path": "mine"},
         {UP.replace("layers.1", "layers.2"): UP_A},
-        "layers.2.* is no adapter of a linear module of models/mine; name the base",
+        "layers.2.* adapts no linear module of models/mine; name its own base",
     ),
 }
 

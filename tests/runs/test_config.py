@@ -72,21 +72,21 @@ def test_evaluation_settings_follow_data_until_they_are_set():
     [
         ("training.responses_per_step", 7, "training.responses_per_step=7 is derived"),
         ("training.prompts_per_minibatch", 5, "prompts_per_minibatch=5 must divide"),
-        ("training.micro_batch_tokens", 71, "micro_batch_tokens=71 must be at least the 72"),
-        ("training.pack_sequences", True, "which is 0; set it to 72 or more"),
+        ("training.micro_batch_tokens", 71, "micro_batch_tokens=71 must be at least 72"),
+        ("training.pack_sequences", True, "set it to 72 or more"),
         ("training.num_steps", 2**31, r"training.num_steps=2147483648 must be below 2\^31"),
         ("training.grace_s", 1e300, r"training.grace_s=1e\+300 must be below 2\^31"),
         ("seed", 2**63, r"seed=9223372036854775808 must be below 2\^63"),
         ("profile.steps", "3", r"profile.steps='3' must be FIRST:END, as 3:6 for"),
         ("profile.steps", "-1:2", r"profile.steps='-1:2' must be FIRST:END"),
-        ("profile.steps", "3:3", r"profile.steps='3:3' has no step, .*; 3:4 is step 3"),
-        ("profile.steps", "28:31", r"steps='28:31' must end at training.num_steps=30 at the"),
+        ("profile.steps", "3:3", r"profile.steps='3:3' has no step; 3:4 is one"),
+        ("profile.steps", "28:31", r"steps='28:31' must end at training.num_steps at the"),
         ("rollout.group_size", 1, r"rollout.group_size=1 must be at least 2"),
-        ("rollout.jax_process_cores", 1, "is of child processes, and rollout.jax_processes=0"),
+        ("rollout.jax_process_cores", 1, "is for rollout.jax_processes; set both"),
         ("rollout.max_staleness", 30, r"max_staleness=30 must be below training.num_steps=30"),
-        ("rollout.temperature", 0.0, "leaves no advantage"),
-        ("rollout.stop_strings", ("a", ""), "has '' of 0 characters; each has 1 to 128"),
-        ("rollout.stop_strings", ("a" * 129,), "of 129 characters; each has 1 to 128"),
+        ("rollout.temperature", 0.0, "samples equal responses, without advantage"),
+        ("rollout.stop_strings", ("a", ""), "has ''; each text has 1 to 128"),
+        ("rollout.stop_strings", ("a" * 129,), "a'; each text has 1 to 128"),
         ("rollout.stop_strings", ("a", "a"), "rollout.stop_strings has 'a' twice; keep one"),
         ("rollout.stop_strings", ("\ufffd",), "which is not valid Unicode text"),
         ("rollout.stop_strings", ("\udc80",), "which is not valid Unicode text"),
@@ -95,21 +95,21 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("data.num_prompts", 8, r"data.num_prompts=8 must be at least"),
         ("metrics.stride", 40, "leaves 1 prefix.* which needs 3; set a stride of at most 18"),
         ("metrics.names", ("rank",), "metrics.names has 'rank'"),
-        ("metrics.names", ("curvature",), "does not measure"),
-        ("hidden_states.source", "none", "measures no hidden states, but the shaping uses"),
+        ("metrics.names", ("curvature",), "add it to metrics.names"),
+        ("hidden_states.source", "none", "hidden_states.source='none', but the shaping uses"),
         ("shaping.kappa", 1.0, "shaping.kappa=1.0"),
         ("shaping.alpha", 0.0, "shaping.alpha=0.0"),
         ("shaping.explore_weights", (1.0,), "explore_weights"),
         ("shaping.guidance", "luck", "luck"),
         ("shaping.guidance", "avg_response_entropy", "'avg_response_entropy', which is unknown"),
-        ("shaping.guidance", "layer_3/effective_rank", "does not have its layer; add it there"),
+        ("shaping.guidance", "layer_3/effective_rank", "add it to metrics.layers"),
         ("metrics.names", ("mine.effective_rank", "effective_rank"), "'effective_rank' twice"),
         ("metrics.layers", (0,), "metrics.layers=.0,. must have -1, the final layer"),
         ("metrics.layers", (), "must have -1, the final layer"),
         ("metrics.layers", (-1, -2), "must have -1, the final layer"),
         ("metrics.layers", (-1, 0, 0), "each once"),
-        ("rollout.addresses", ("127.0.0.1",), "='127.0.0.1' must be host:port with a port"),
-        ("rollout.addresses", ("localhost:88993",), "='localhost:88993' must be host:port with"),
+        ("rollout.addresses", ("127.0.0.1",), "='127.0.0.1' must be host:port"),
+        ("rollout.addresses", ("localhost:88993",), "='localhost:88993' must be host:port"),
         ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),
         ("model.num_heads", 3, "must divide model.hidden_size=128"),
         ("rewards.functions", ("maths",), "='maths' must be .* it, 'model', or .* math_text,"),
@@ -124,16 +124,16 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("rewards.functions", ("math", "a.b:math"), "a.b:math': another entry is named 'math' too"),
         ("rewards.functions", ("model",), "has 'model', but rewards.model.path is empty"),
         ("rewards.functions", ("model", "model:name=b"), "another entry is 'model' too; there is"),
-        ("rewards.model.path", "judge", "path='judge' has no effect without an entry 'model' in"),
+        ("rewards.model.path", "judge", "path='judge' needs an entry 'model' in rewards.functions"),
         ("warm_start.micro_batch_size", 7, "warm_start.micro_batch_size=7 must divide"),
         ("sft.max_tokens", 1, "sft.max_tokens=1 must be at least 2"),
         ("sft.batch_tokens", 100, "sft.batch_tokens=100 must be at least sft.max_tokens=2048"),
-        ("sft.micro_batch_tokens", 0, "sft.pack_sequences=True packs rows of sft.micro_batch"),
+        ("sft.micro_batch_tokens", 0, "sft.pack_sequences=True needs sft.micro_batch_tokens"),
         ("algorithms.loss.entropy_coefficient", -1.0, "entropy_coefficient=-1.0 must be at least"),
         ("algorithms.loss.kl_coefficient", float("nan"), "kl_coefficient=nan must be a finite"),
         ("rollout.temperature", 1e-30, "must be at least 0.01"),
         ("evaluation.num_problems", 2000, r"evaluation.num_problems=2000 must be at most 512"),
-        ("rollout.max_prompt_tokens", 11, "must be at least the 12 tokens"),
+        ("rollout.max_prompt_tokens", 11, "rollout.max_prompt_tokens must be at least 12"),
         ("seed", 2**40, "seed=1099511627776 must be at most"),
     ],
 )
@@ -175,7 +175,7 @@ def test_rewards_are_named_in_one_field():
     config.rewards.functions = ("model:weight=2",)  # the function only judges correctness
     validate(config)
     config.rewards.functions = ("model", "math")
-    refused(r"'math_text' and rewards.functions=.* are both set", validate, config)
+    refused("rewards.function and rewards.functions are both set", validate, config)
 
 
 def test_a_stride_needs_to_allow_only_the_orders_in_use():
@@ -306,7 +306,7 @@ def test_rows_of_fine_tuning_follow_the_longest_conversation():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("hidden_states.compare_every", 2, "compares states of the same weights, but with rollout"),
+        ("hidden_states.compare_every", 2, "compares states of the same weights, and with rollout"),
         ("rollout.top_p", 0.9, r"importance.level_ahead='token' compares .* or level_ahead to"),
         ("rollout.top_k", 3, r"importance.level_ahead='token' compares .* or level_ahead to"),
     ],
@@ -344,8 +344,8 @@ def test_what_contradicts_responses_in_parts_is_named(field, value, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("rollout.engine", "vllm", "but rollout.engine='vllm' names others"),
-        ("rollout.addresses", ("127.0.0.1:1",), "but rollout.addresses names others"),
+        ("rollout.engine", "vllm", "and rollout.engine='vllm' both name replicas"),
+        ("rollout.addresses", ("127.0.0.1:1",), "and rollout.addresses both name replicas"),
     ],
 )
 def test_child_processes_are_of_the_jax_engine(field, value, message):

@@ -125,7 +125,7 @@ def test_commands_read_runs_and_adapters(finished, tmp_path, capsys):
         source.check(policy)
         params = source.params(policy, models.make_mesh(config.mesh.to_dict()))
         assert modules_with_adapters(params["layers"])
-    with pytest.raises(UserError, match="is an adapter: leave them"):
+    with pytest.raises(UserError, match="is an adapter: leave out"):
         convert(tmp_path / "adapter", tmp_path / "no", step=3)
     plain = tmp_path / "plain"
     convert(tmp_path / "merged", plain)
@@ -210,9 +210,9 @@ def test_an_adapter_must_fit_the_settings(tmp_path):
     )
     base = {"model.path": str(tmp_path / "base"), "lora.path": str(tmp_path / "adapter")}
     for fields, message in (
-        ({}, r"lora\.targets: the settings give \('q_proj', 'k_pr.* has \('q_proj', 'up_proj'\)"),
-        ({"lora.rank": 8}, r"lora\.rank: the settings give 8, but .* has 4; set lora.rank to that"),
-        ({"lora.alpha": 4.0}, r"lora\.alpha: the settings give 4\.0, but .* has 8\.0"),
+        ({}, r"lora\.targets=\('q_proj', 'k_pr.* has \('q_proj', 'up_proj'\)"),
+        ({"lora.rank": 8}, r"lora\.rank=8, but .* has 4; set that"),
+        ({"lora.alpha": 4.0}, r"lora\.alpha=4\.0, but .* has 8\.0"),
         ({"lora.path": str(tmp_path)}, r"lora\.path: .* is no adapter"),
     ):
         with pytest.raises(UserError, match=message):

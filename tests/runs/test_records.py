@@ -320,7 +320,7 @@ def test_padding_matches_values_written_by_hand():
 def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
     first = open_workdir(str(tmp_path / "run"), config)
     assert not first.resumed
-    with pytest.raises(UserError, match="belongs to a run that is still running"):
+    with pytest.raises(UserError, match="belongs to a run that still runs"):
         open_workdir(str(tmp_path / "run"), config)
     first.close()
     config.training.num_steps = 7

@@ -148,7 +148,7 @@ def test_an_object_store_is_no_directory(config, tmp_path, monkeypatch):
 
 def test_a_directory_whose_name_only_resembles_a_replicas_is_foreign(config, tmp_path):
     (tmp_path / "replica_of_the_mona_lisa").mkdir()
-    with pytest.raises(UserError, match="is not empty and holds no run"):
+    with pytest.raises(UserError, match="is not empty and has no config"):
         open_workdir(str(tmp_path), config)
 
 

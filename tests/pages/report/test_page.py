@@ -313,7 +313,7 @@ def test_panels_are_made_for_metrics_and_figures_that_have_none():
 
 
 def test_a_directory_without_a_log_is_refused(config, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere is not the directory of a run"):
+    with pytest.raises(UserError, match=r"nowhere is no run; name --workdir"):
         reading.read_runs([tmp_path / "nowhere"])
     run = make_run(tmp_path / "run", config, num_steps=0)
     with pytest.raises(UserError, match=r"has no log yet .*--serve"):
