@@ -56,7 +56,7 @@ def test_tokens_of_another_model_are_refused():
     policy, _ = build_policy(tiny_config())
     size = policy.config.vocab_size
     ids = [np.array([1, size], np.int32)], [np.array([3], np.int32)]
-    with pytest.raises(UserError, match=f"token {size} is beyond the {size} tokens of the policy"):
+    with pytest.raises(UserError, match=f"token {size} is beyond the policy's vocabulary"):
         response_states(policy, {}, *ids)
 
 

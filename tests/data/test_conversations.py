@@ -192,7 +192,7 @@ def test_long_conversations(tokenizer, load):
     cut = found.conversations[1]
     assert len(cut) == sizes[1] - 2 and cut.loss_mask[-1]
     assert "1 are truncated and 0 left out" in lines[-1]
-    with pytest.raises(UserError, match=rf"line 2: .* has {sizes[1]} tokens, more than sft.max"):
+    with pytest.raises(UserError, match=rf"line 2: .* of {sizes[1]} tokens exceeds sft.max"):
         load(short, long, too_long="refuse", **options)
     # Nothing to learn is left of the second one's first tokens.
     found = load(short, long, too_long="truncate", max_tokens=sizes[0])
@@ -211,7 +211,7 @@ def test_files_and_templates_that_cannot_be_used(tokenizer, load, tmp_path):
     ):
         load({"messages": TURNS})
     tokenizer.chat_template = FORGETFUL
-    refused(r"line 1: the chat template writes message 3 or those bef", load, {"messages": TURNS})
+    refused(r"line 1: the chat template rewrites message 3 or those bef", load, {"messages": TURNS})
     tokenizer.chat_template = MARKED.replace("'assistant'", "'user'")
     refused(r"line 1: the chat template marks 2 texts of", load, {"messages": TURNS[1:4]})
     for broken in ("{{ raise_exception('never') }}", "{% if %}"):

@@ -491,7 +491,7 @@ def test_a_column_that_is_not_json_is_refused_with_its_row(tokenizer, tmp_path, 
          "'x'"),
     ]  # fmt: skip
     for path, row, field in bad:
-        pattern = rf"{path.name}, {row}: field {field} is .* but the row is kept as JSON"
+        pattern = rf"{path.name}, {row}: field {field} is .* but a row that is kept"
         with pytest.raises(UserError, match=pattern) as caught:
             load_prompts(path, tokenizer, keep_columns=True)
         assert "\n" not in str(caught.value)

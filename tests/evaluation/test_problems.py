@@ -135,7 +135,7 @@ def test_an_environment_has_options_and_settings():
         (("environment:calculators",), "environment.name='calculators' must be 'package.module:"),
         (("environment:calculator:digits=1:digits=2",), "digits is set twice"),
         (("environment:calculator:digits=2:n=0",), "n='0' must be a whole number"),
-        (("environment:calculator:digits=1", "environment:calculator"), "same name 'calculator'"),
+        (("environment:calculator:digits=1", "environment:calculator"), "are 'calculator'; add"),
         *[
             ((f"gsm8k:{wrong}",), f"{wrong.partition('=')[0]}=")
             for wrong in (

@@ -316,7 +316,7 @@ def test_a_directory_without_a_log_is_refused(config, tmp_path):
     with pytest.raises(UserError, match=r"nowhere is no run; name --workdir"):
         reading.read_runs([tmp_path / "nowhere"])
     run = make_run(tmp_path / "run", config, num_steps=0)
-    with pytest.raises(UserError, match=r"has no log yet .*--serve"):
+    with pytest.raises(UserError, match=r"has no log yet; .*--serve"):
         reading.read_runs([run])
     assert reading.read_runs([run], may_be_empty=True)[0].rows == []
     other = make_run(tmp_path / "other" / "run", config, num_steps=0)
