@@ -184,7 +184,7 @@ def test_mistakes_of_settings(tmp_path):
     for fields, message in (
         ({"lora.targets": ()}, r"lora.targets=\(\) names no module"),
         ({"lora.rank": 0, "lora.path": "a"}, "lora.path='a' is not read with lora.rank=0"),
-        ({"lora.path": "a"}, "lora.path='a' needs model.path"),
+        ({"lora.path": "a"}, "lora.path='a' needs its base"),
         ({"model.reference_dtype": "bfloat16"}, "model.reference_dtype='bfloat16' is not read"),
     ):
         with pytest.raises(UserError, match=message):

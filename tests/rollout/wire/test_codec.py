@@ -461,8 +461,8 @@ def test_the_longest_stop_strings_are_taken():
     [
         (map(str, range(65)), "sampling.stop_strings has 65 texts; at most 64"),
         (map(str, range(5000)), "stop_strings has 5000 entries; at most 4096"),
-        (["a", ""], "has ''; each text has 1 to 128"),
-        (["a" * 129], "a'; each text has 1 to 128"),
+        (["a", ""], "has '' of 0 characters; each has 1 to 128"),
+        (["a" * 129], "of 129 characters; each has 1 to 128"),
         (["a\ufffd"], "contains U.FFFD"),
         (["a", "b", "a"], "has an entry twice"),
     ],
