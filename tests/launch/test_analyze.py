@@ -62,7 +62,7 @@ def test_mistakes_are_named_before_jax_is_loaded(arguments, message, tmp_path):
 def test_a_study_does_not_overwrite_generated_responses(tmp_path):
     (tmp_path / "generation.json").write_text("{}")
     result = run("launch.analyze", "study", f"--input={tmp_path}", f"--output={tmp_path}")
-    assert_one_line(result, "responses.parquet of launch.generate is there already")
+    assert_one_line(result, "launch.generate wrote there; name a new directory")
 
 
 @pytest.mark.slow

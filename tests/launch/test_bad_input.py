@@ -65,7 +65,7 @@ def test_train_needs_config_and_workdir(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("thesis.tex", "", "holds no run"),
+        ("thesis.tex", "", "has no config.json of a run"),
         ("config.json", '{"run_id": "a", "config": {"seed": 17}}', "config (seed: 17 -> 0)"),
     ],
 )
