@@ -98,7 +98,7 @@ def test_a_run_writes_all_files_that_tools_read(warm_run):
     before = (workdir / "metrics.jsonl").read_bytes()
     config = warm_config()
     config.training.num_steps = 2
-    with pytest.raises(UserError, match="num_steps=2 is less than the 3 steps"):
+    with pytest.raises(UserError, match="num_steps=2 is less than the 3 finished"):
         train(config, str(workdir))
     assert (workdir / "metrics.jsonl").read_bytes() == before
     assert (workdir / "config.json").exists()
