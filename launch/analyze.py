@@ -92,8 +92,7 @@ def study() -> int:
             raise UserError(f"--{flag.name} belongs to --{other.name}.")
     if OUTPUT.value is not None and (pathlib.Path(OUTPUT.value) / "generation.json").exists():
         raise UserError(
-            f"--output={OUTPUT.value}: responses.parquet of launch.generate is there already; name "
-            "a new directory."
+            f"--output={OUTPUT.value}: launch.generate wrote there; name a new directory."
         )
     stride = STRIDE.value
     from semrl_jax.analysis import study as studies  # not at the top: --help works without JAX

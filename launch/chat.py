@@ -88,10 +88,7 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     cli.required(POLICY)
     given = [name for name in OF_QUESTIONS if flags.FLAGS[name].present]
     if config.environment.name and given:
-        raise UserError(
-            f"--{given[0]} has no meaning with --environment, which writes all messages; leave one "
-            "of them out."
-        )
+        raise UserError(f"--{given[0]} has no meaning with --environment; leave one of them out.")
     check_sections(config)
 
 

@@ -36,7 +36,6 @@ PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES)
 # Nobody reads: a pipe's reader has ended, or the terminal was closed.
 GONE_ERRNOS = (errno.EPIPE, errno.EIO)
 EXAMPLES = {"config": "configs/quickstart.py", "workdir": "runs/quickstart"}
-NO_FLAGS: Mapping[str, str] = {}
 # gRPC reads this when it is imported. Otherwise it would print every attempt to connect.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -143,12 +142,9 @@ def open_output() -> None:
 
 @contextlib.contextmanager
 def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Checks before any work that a directory can be made at `path`.
+    """Checks before any work that a directory can be made at `path`; UserError if not.
 
     The block may write to `<path>.writing` and `<path>.replaced`, which are removed if it fails.
-
-    Raises:
-      UserError: if one of the three exists already, or the directory cannot be made.
     """
     path = pathlib.Path(os.path.abspath(path))
     neighbours = [path.with_name(path.name + end) for end in (".writing", ".replaced")]
@@ -159,8 +155,7 @@ def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
         for neighbour in neighbours:
             if os.path.lexists(neighbour):
                 raise UserError(
-                    f"--{flag}={path}: {neighbour} is there already, perhaps left by a command "
-                    "that was killed; remove it or name another directory."
+                    f"--{flag}={path}: {neighbour} is there already; remove it, or name another."
                 )
         path.parent.mkdir(parents=True, exist_ok=True)
         neighbours[0].mkdir()  # test that a directory can be made here
@@ -216,7 +211,7 @@ def required(flag: flags.FlagHolder[Any]) -> Any:
 def checked_config(
     flag: flags.FlagHolder[ConfigDict],
     check: Callable[[ConfigDict], None] = validate,
-    short_flags: Mapping[str, str] = NO_FLAGS,
+    short_flags: Mapping[str, str] = {},
 ) -> ConfigDict:
     """The config with its overrides, after the check. It is locked: no field can be added.
 
@@ -357,8 +352,9 @@ def _check_fields() -> None:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             raise UserError(f"--config={path}: {kind}{reason}") from None
         for other in sys.argv[1:]:
-            if field := re.match(r"--?(?:no)?config\.([\w.]+)", other):
-                _check_field(config, field[1])
+            field = re.match(r"--?(?:no)?config\.([\w.]+)", other)
+            if field and field[1] not in flatten(config):
+                raise UserError(f"--config.{unknown_field(config, field[1])}")
 
 
 def _places_in(error: Exception) -> str:
@@ -366,12 +362,6 @@ def _places_in(error: Exception) -> str:
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
     names = {name for line in lines for name in re.findall(r"\bconfig\.([\w.]+)", line)}
     return "; ".join(filter(None, map(new_places, sorted(names))))
-
-
-def _check_field(config: ConfigDict, field: str) -> None:
-    """Raises UserError if a flag cannot set the field."""
-    if field not in flatten(config):
-        raise UserError(f"--config.{unknown_field(config, field)}")
 
 
 # What a flag of each type expects.

@@ -68,8 +68,7 @@ def convert(
         if file := gguf.find_file(source):
             if step is not None or adapter or family:
                 raise UserError(
-                    f"--step, --adapter and --family apply to other sources; --source={source} is "
-                    "a GGUF file: leave them out."
+                    f"--source={source} is a GGUF file: leave out --step, --adapter and --family."
                 )
             with cli.new_directory("target", target) as target:
                 print(f"reading {file}", flush=True)
@@ -78,10 +77,7 @@ def convert(
             return
     if (source / "adapter_config.json").is_file():
         if step is not None or adapter:
-            raise UserError(
-                f"--step and --adapter apply to a run; --source={source} is an adapter: leave them "
-                "out."
-            )
+            raise UserError(f"--source={source} is an adapter: leave out --step and --adapter.")
         with cli.new_directory("target", target) as target:
             save_merged(target, *merged_adapter(source, family), dtype, max_shard_bytes)
         return
@@ -103,9 +99,7 @@ def convert(
             raise UserError(f"--source={source} is a run without a checkpoint.")
         elif step is not None or dtype != "float32" or adapter:
             raise UserError(
-                "--step, --dtype and --adapter apply to a source with checkpoints; "
-                f"--source={source} is a Hugging Face directory, and its checkpoint will be "
-                "float32: leave them out."
+                f"--source={source} is a model directory: leave out --step, --dtype and --adapter."
             )
         else:
             import_parameters(source, target, family)
@@ -117,8 +111,7 @@ def read_record(source: pathlib.Path) -> dict[str, Any]:
         return read_json_object(source / "config.json")
     except (FileNotFoundError, UserError):
         raise UserError(
-            f"--source={source} is neither a run nor a Hugging Face directory: its config.json is "
-            "missing or unreadable."
+            f"--source={source} is neither a run nor a Hugging Face directory, by its config.json."
         ) from None
 
 

@@ -98,8 +98,7 @@ def prepare(config: ml_collections.ConfigDict) -> None:
         fields["evaluation.k"] = tuple(whole_number("k", text) for text in GIVEN["k"].value)
     if "environment.name" in given:
         raise UserError(
-            f"--config.environment.name={given['environment.name']} has no meaning in "
-            f"launch.evaluate; give --benchmarks={PREFIX}{given['environment.name']}."
+            f"give --benchmarks={PREFIX}{given['environment.name']}, not --config.environment.name."
         )
     has_problems = CONFIG_GIVEN or first_run() is not None
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
@@ -111,15 +110,11 @@ def prepare(config: ml_collections.ConfigDict) -> None:
         is_file = path.endswith(".gguf") and os.path.isfile(path)
         if not is_hub_id and not os.path.isdir(path) and not is_file:
             raise UserError(
-                f"--policy={path} is no directory and no .gguf file; name a run, a checkpoint or a "
-                "model."
+                f"--policy={path} is no directory and no .gguf file; name a run or a model."
             )
     cli.required(OUTPUT), chosen_steps(STEPS.value)
     if not (of_run or config.evaluation.benchmarks):
-        raise UserError(
-            "--benchmarks is needed: names, files or modules. For the problems of a run or of a "
-            "config, give --policy=RUN or --config=configs/NAME.py."
-        )
+        raise UserError("--benchmarks is needed; or the problems of --policy=RUN or --config=FILE.")
     complete(config, {*fields, *given}, of_run)
     check_sections(config)
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -18,66 +18,59 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import Setting
 
 WIDTH = 100
-DEFAULT = "default"
 AN_OPTION = Setting("an option of the algorithm; see docs/algorithms.md", "", False, {})
 
 
-class Stages(NamedTuple):
-    """The values of all fields, by full name, after each stage that may change them."""
-
-    file: Mapping[str, Any]  # of the config file alone
-    flags: Mapping[str, Any]  # with the flags --config.FIELD
-    command: Mapping[str, Any]  # with what the command itself sets
-
-
-def origins(
-    stages: Stages,
+def explained(
+    config: ConfigDict,
+    check: Callable[[ConfigDict], None],
+    file: Mapping[str, Any],
     name_of_file: str,
     overridden: Mapping[str, Any],
     short_flags: Mapping[str, str],
-) -> dict[str, str]:
-    """Where the value of each field comes from.
+) -> str:
+    """All fields by section: name, value, unit, origin; then the meaning, on its own lines.
 
     Args:
+      config: with the flags --config.FIELD; `check` may set further fields. One that it refuses is
+        explained too, with the reason.
+      file: values of the config file alone, by full name.
       overridden: fields that a flag --config.FIELD sets.
       short_flags: the flag that was given, by the field that it sets.
     """
-    default, _ = _known(stages.command)
-    found = {}
-    for field, value in stages.command.items():
-        if field in short_flags:
-            found[field] = f"--{short_flags[field]}"
-        elif value != stages.flags.get(field, default.get(field)):
-            found[field] = "set by the command"
-        elif field in overridden:
-            found[field] = f"--config.{field}"
-        elif value != stages.file.get(field, default.get(field)):
-            found[field] = "follows another field"
-        elif field not in default or value != default[field]:
-            found[field] = name_of_file
-        else:
-            found[field] = DEFAULT
-    return found
-
-
-def explain(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """All fields by section: name, value, unit, origin; then the meaning, on its own lines."""
+    with_flags, reason = flatten(config), ""
+    try:
+        check(config)
+    except UserError as error:
+        reason = f"\n\nnot yet valid: {' '.join(str(error).split())}"
+    values = flatten(config)
     default, known = _known(values)
+
+    def origin(field: str, value: Any) -> str:
+        if field in short_flags:
+            return f"--{short_flags[field]}"
+        if value != with_flags.get(field, default.get(field)):
+            return "set by the command"
+        if field in overridden:
+            return f"--config.{field}"
+        if value != file.get(field, default.get(field)):
+            return "follows another field"
+        return name_of_file if field not in default or value != default[field] else "default"
+
     lines: list[str] = []
     section = None
     for field in sorted(values, key=lambda field: (field.count(".") > 0, field)):
         if "." in field and section != field.partition(".")[0]:
             section = field.partition(".")[0]
             lines += ["", ": ".join(filter(None, (section, known[section].meaning)))]
-        origin = origins[field]
+        place, of = origin(field, values[field]), known.get(field, AN_OPTION)
         if values[field] != default.get(field, values[field]):
-            origin += f"; default {_shown(default[field])}"
-        of = known.get(field, AN_OPTION)
+            place += f"; default {_shown(default[field])}"
         amount = " ".join(filter(None, (_shown(values[field]), of.unit)))
-        lines.append(f"{field} = {amount}  [{origin}]")
+        lines.append(f"{field} = {amount}  [{place}]")
         indent = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
         lines += textwrap.wrap(of.meaning, WIDTH, **indent)
-    return "\n".join(lines)
+    return "\n".join(lines) + reason
 
 
 def _known(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Setting]]:
@@ -94,28 +87,3 @@ def _known(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Setting
 def _shown(value: Any) -> str:
     """The value as a flag takes it; an empty text is visible."""
     return repr(value) if value == "" or not isinstance(value, str) else value
-
-
-def explained(
-    config: ConfigDict,
-    check: Callable[[ConfigDict], None],
-    file: Mapping[str, Any],
-    name_of_file: str,
-    overridden: Mapping[str, Any],
-    short_flags: Mapping[str, str],
-) -> str:
-    """What --explain prints; a config that the check refuses is explained too, with the reason.
-
-    Args:
-      config: with the flags --config.FIELD; `check` may set further fields.
-      file: values of the config file alone, by full name.
-      name_of_file, overridden, short_flags: see `origins`.
-    """
-    flags = flatten(config)
-    reason = ""
-    try:
-        check(config)
-    except UserError as error:
-        reason = f"\n\nnot yet valid: {' '.join(str(error).split())}"
-    stages = Stages(file, flags, flatten(config))
-    return explain(stages.command, origins(stages, name_of_file, overridden, short_flags)) + reason

@@ -20,7 +20,6 @@ from semrl_jax.types import HiddenStateParams
 
 SAMPLING = ("temperature", "top_p", "top_k")  # in config.rollout and in config.evaluation
 STATE_KINDS = ("decode", "prefill")
-NO_FIELDS: Mapping[str, Any] = {}
 Fields = Mapping[str, tuple[str, str, str]]  # field of the config, kind and help, by flag
 # Flags of every command that samples.
 OF_SAMPLING: Fields = {
@@ -41,10 +40,7 @@ def define_flags(fields: Fields) -> dict[str, flags.FlagHolder]:
 
 
 def config_of_policy() -> bool:
-    """Adds --config to the arguments unless it is given: the config of the run, or the default.
-
-    Returns whether it was given.
-    """
+    """Adds --config unless it is given, by the run or the default; returns whether it was."""
     given = bool(cli.given_values("config"))
     if not given:
         root, run = pathlib.Path(configs.__file__).parent, first_run()
@@ -70,10 +66,7 @@ def first_run() -> pathlib.Path | None:
 def fields_of_flags(
     fields: Fields, values: Mapping[str, Any], overridden: Collection[str]
 ) -> dict[str, Any]:
-    """Values by field of the config; in `values`, None is of a flag that was not given.
-
-    Raises UserError if a flag and a flag --config.FIELD, in `overridden`, set one field.
-    """
+    """Values by field of the config; UserError if two flags set one. None: it was not given."""
     found = {}
     for name, (field, kind, _) in fields.items():
         if values[name] is None:
@@ -88,12 +81,11 @@ def chosen_fields(
     fields: Fields,
     values: Mapping[str, Any],
     defaults: Mapping[str, Any],
-    fixed: Mapping[str, Any] = NO_FIELDS,
+    fixed: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Values by field of the config: of the flags, else the defaults of the command.
 
-    The `fixed` ones have no meaning in the command, which sets them itself. Raises UserError if two
-    flags set one field, or a flag --config.FIELD sets a fixed one.
+    UserError if two flags set one field, or one a `fixed` field, which the command sets itself.
     """
     overridden = flags.FLAGS["config"].override_values
     if wrong := sorted(fixed.keys() & overridden.keys()):
@@ -106,10 +98,7 @@ def chosen_fields(
         if of_training not in overridden:
             continue
         if field in given or field in overridden:
-            raise UserError(
-                f"--config.{of_training} and another flag set {field}: nothing is trained here, so "
-                "both mean the same; give one of them."
-            )
+            raise UserError(f"--config.{of_training} and another flag set {field}; give one.")
         given[field] = overridden[of_training]
     return found | given | fixed
 
@@ -127,16 +116,12 @@ def short_flags(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:
 def chosen_states(
     layers: Sequence[str], kinds: Sequence[str] | None, dtype: str
 ) -> HiddenStateParams | None:
-    """The hidden states that flags ask for; without `kinds`, of the response.
-
-    Raises UserError for a wrong layer or kind.
-    """
+    """The hidden states that flags ask for, by default of the response; UserError if wrong."""
     given, kinds = kinds, kinds if kinds is not None else STATE_KINDS[:1]
     for layer in layers:
         if not re.fullmatch(r"-1|[0-9]{1,6}", layer.strip()):
             raise UserError(
-                f"--hidden_states has {layer!r}; it must be layers separated by commas: -1 for the "
-                "final one, i for the input of layer i."
+                f"--hidden_states has {layer!r}; -1 is the final layer, i the input of layer i."
             )
     if len(set(map(int, layers))) < len(layers):
         raise UserError(f"--hidden_states={','.join(layers)} names a layer twice; name each once.")

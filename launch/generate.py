@@ -94,10 +94,7 @@ def main() -> int:
     dtype = config.hidden_states.dtype
     states = chosen_states(HIDDEN_STATES.value, STATES.value, dtype)
     if CONVERSATIONS.value == "correct" and not config.evaluation.verifier:
-        raise UserError(
-            "--conversations=correct needs a verdict on every response; give --verifier=NAME, or "
-            "choose --conversations=all."
-        )
+        raise UserError("--conversations=correct needs --verifier; or give --conversations=all.")
     from semrl_jax.jobs import generate  # here: mistakes and --help need no JAX
     from semrl_jax.runs import policies  # here: mistakes and --help need no JAX
 

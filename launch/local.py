@@ -51,10 +51,7 @@ def main() -> int:
 
 
 class Job:
-    """`count` processes until all have ended; `grace_s` lies between a signal to end and SIGKILL.
-
-    Every process runs `command` with its fields of config.distributed, on `devices` CPU devices.
-    """
+    """`count` processes of `command`; `grace_s` lies between a signal to end and SIGKILL."""
 
     def __init__(self, command: list[str], count: int, devices: int, grace_s: float):
         self._command, self._count, self._devices = command, count, devices

@@ -116,8 +116,7 @@ def prepare_benchmarks(name: str, output: pathlib.Path) -> int:
     if len(wanted) == 1 and output.suffix in ENDINGS:
         if output.stem != wanted[0]:
             raise UserError(
-                f"--output={output} must be {wanted[0]}.jsonl or {wanted[0]}.parquet: a benchmark "
-                "is found by the name of its file."
+                f"--output={output} must be {wanted[0]}.jsonl or {wanted[0]}.parquet, its own name."
             )
         outputs = [output]
     elif output.suffix in ENDINGS:
@@ -163,16 +162,12 @@ def fetch(url: str, path: pathlib.Path) -> None:
             raise
         reason = " ".join(str(e).split())[:150]
         raise UserError(
-            f"{url} cannot be fetched ({reason}); download it where there is a network, and pass "
-            "the file as --input=FILE."
+            f"{url} cannot be fetched ({reason}); download it elsewhere, and pass --input=FILE."
         ) from e
 
 
 def download(name: str, file: str) -> str:
-    """The path of a file of the set in the hub's cache; without a network, an earlier copy.
-
-    Raises UserError if there is neither, no such file, or no permission to read it.
-    """
+    """A file of the set in the hub's cache, without a network an earlier copy; or UserError."""
     import huggingface_hub
     from huggingface_hub.errors import HTTPError  # the error of the HTTP library that the hub uses
 
@@ -202,10 +197,7 @@ def download(name: str, file: str) -> str:
 def valid_rows(
     path: pathlib.Path, reader: Any, name: str, fields: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], int]:
-    """The rows that a reader accepts, and the number of the others, which are named.
-
-    Raises UserError if the file cannot be read or has no valid row.
-    """
+    """The rows that a reader accepts, and the number of the others; UserError without any."""
     bad_rows = data.BadRows(skip=True, report=print)
     rows = []
     for where, row in with_progress(data.read_rows(path, fields), "read"):
@@ -225,10 +217,7 @@ def valid_rows(
 
 
 def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """Writes a .jsonl or .parquet file, which appears only when it is complete.
-
-    Raises UserError if it cannot be written, or the format cannot hold a row.
-    """
+    """Writes a .jsonl or .parquet file, complete or not at all; UserError if it cannot be."""
     staging = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,10 +69,7 @@ def end_with_stdin() -> None:
 
 
 def end_with_parent() -> None:
-    """Kills this process, which vLLM started, once its parent has ended, for any reason.
-
-    Otherwise vLLM's engine process and its workers would outlive a parent that was killed.
-    """
+    """Kills this process, which vLLM started, once its parent has ended, for any reason."""
     parent = os.getppid()
 
     def wait() -> None:
@@ -88,10 +85,9 @@ def in_background(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def prepare_environment(model_path: str, directory: str) -> None:
-    """Sets the variables that JAX, vLLM and the hub read on import.
+    """Sets the variables that JAX, vLLM and the hub read on import; the user's stay.
 
-    Those with `setdefault` keep the value that the user has set. The directory is for the sockets
-    of vLLM, which does not remove them.
+    The directory is for the sockets of vLLM, which does not remove them.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # vLLM uses the accelerators
     # A forked process that has JAX loaded can hang. It also does not import this file again, and so

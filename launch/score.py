@@ -43,10 +43,7 @@ def main() -> int:
     verifier = cli.required(VERIFIER)
     check_function("--verifier", verifier)
     if samples.suffix != output.suffix:
-        raise UserError(
-            f"--output={output} must end in {samples.suffix or '.jsonl or .parquet'}, as "
-            f"--samples={samples} does."
-        )
+        raise UserError(f"--output={output} must end in {samples.suffix or '.jsonl or .parquet'}.")
     if output.exists() and samples.exists() and output.samefile(samples):
         raise UserError(f"--output={output} is the --samples; name another file.")
     from semrl_jax.jobs import score  # here: mistakes and --help are quick

@@ -36,8 +36,7 @@ def main() -> int:
     if config.sft.files:
         if not config.model.path:
             raise UserError(
-                "sft.files needs model.path, the model to train; python -m launch.random_model "
-                "makes a small model to try with."
+                "sft.files needs model.path; python -m launch.random_model makes a small model."
             )
         if DRY_RUN.value:
             from semrl_jax.runs.dry_run import dry_run_sft
@@ -48,8 +47,7 @@ def main() -> int:
         work = functools.partial(fine_tune, file=flags.FLAGS["config"].config_filename)
     elif config.model.path or not config.warm_start.num_steps:
         raise UserError(
-            "there is nothing to train: name files of conversations in sft.files; or, for the warm "
-            "start of a random model, leave model.path empty and set warm_start.num_steps above 0."
+            "nothing to train: name sft.files; or, without model.path, raise warm_start.num_steps."
         )
     elif DRY_RUN.value:
         from semrl_jax.runs.dry_run import dry_run

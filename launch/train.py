@@ -31,10 +31,7 @@ def main() -> int:
     config, workdir = cli.checked_config(CONFIG), cli.required(WORKDIR)
     for field in flags.FLAGS["config"].override_values:
         if field.startswith("sft."):
-            raise UserError(
-                f"--config.{field} has no meaning in launch.train, only in launch.sft; "
-                "warm_start.* are the supervised steps before the training."
-            )
+            raise UserError(f"--config.{field} has no meaning in launch.train, only in launch.sft.")
     check_early(workdir, config)
     rollout = config.rollout
     cores.leave_cores(

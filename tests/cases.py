@@ -1,8 +1,10 @@
-"""Parameters of a test of which the first run in the fast suite."""
+"""Parameters of a test of which the first run in the fast suite, and calls that are refused."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
+
+from semrl_jax.support.errors import UserError
 
 
 def slow_after(count: int, cases: Iterable) -> list:
@@ -10,3 +12,9 @@ def slow_after(count: int, cases: Iterable) -> list:
     cases = list(cases)
     rest = [case if isinstance(case, tuple) else (case,) for case in cases[count:]]
     return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+
+
+def refused(message: str, call: Callable, *arguments, **options) -> None:
+    """The call raises a UserError in which the pattern is found."""
+    with pytest.raises(UserError, match=message):
+        call(*arguments, **options)

@@ -112,13 +112,21 @@ def reports_where_looked_at(request, monkeypatch):
         monkeypatch.setattr("semrl_jax.runs.run.write_report", lambda workdir: None)
 
 
-def save_chat_model(directory, text, vocab_size, head_dim=16):
-    """Writes a random Qwen2, and a tokenizer with a chat template that is trained on the text."""
-    tokenizer = data.train_tokenizer([text], vocab_size)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=2 * head_dim, intermediate_size=32, num_layers=1,
-        num_heads=2, num_kv_heads=1, head_dim=head_dim, max_position_embeddings=256,
-        tie_embeddings=True,
-    )  # fmt: skip
+def save_model(directory, tokenizer=None, **changes):
+    """Writes a random model of 16 numbers per token, or with other sizes."""
+    tokenizer = tokenizer or data.character_tokenizer()
+    sizes = {
+        "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16, "num_layers": 1,
+        "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "max_position_embeddings": 256,
+    }  # fmt: skip
+    config = models.DecoderConfig(**sizes | changes)
     params = models.Policy(config).init(jax.random.key(0))
     models.save_directory(directory, params, config, tokenizer)
+
+
+def save_chat_model(directory, texts, vocab_size=280, head_dim=16, **changes):
+    """Writes a random Qwen2, and a tokenizer with a chat template that is trained on the texts."""
+    texts = [texts] if isinstance(texts, str) else texts
+    sizes = {"hidden_size": 2 * head_dim, "intermediate_size": 32, "head_dim": head_dim}
+    tokenizer = data.train_tokenizer(texts, vocab_size)
+    save_model(directory, tokenizer, tie_embeddings=True, **sizes | changes)

@@ -21,21 +21,16 @@ class Along(NamedTuple):
     """Values along one response under some weights; NaN where a value is not defined.
 
     Prefixes are of the policy's own tokens: context between them has no value.
-
-    Attributes:
-      logprob, entropy: float32, nats, of the distribution that each token was drawn from, at
-        temperature 1.
-      num_tokens: int64, of each prefix: 1, 2, ... strides.
-      effective_rank: float32, m_j of prefix j.
-      velocity: float32, m_j minus the mean of all earlier ones. Their mean is the response's ERV.
-      acceleration: float32, the velocity minus the one before. Their mean is the response's ERA.
     """
 
+    # Float32, nats, of the distribution that each token was drawn from, at temperature 1
     logprob: Float[np.ndarray, " T"]
     entropy: Float[np.ndarray, " T"]
-    num_tokens: Int[np.ndarray, " K"]
-    effective_rank: Float[np.ndarray, " K"]
+    num_tokens: Int[np.ndarray, " K"]  # int64, of each prefix: 1, 2, ... strides
+    effective_rank: Float[np.ndarray, " K"]  # float32, m_j of prefix j
+    # Float32, m_j minus the mean of all earlier ones. Their mean is the response's ERV
     velocity: Float[np.ndarray, " K"]
+    # Float32, the velocity minus the one before. Their mean is the response's ERA
     acceleration: Float[np.ndarray, " K"]
 
 

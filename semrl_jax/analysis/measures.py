@@ -37,29 +37,20 @@ MIN_RESPONSES = 3  # two points always lie on a line
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StudiedResponse:
-    """One response; arrays have an entry per token that the policy sampled, NaN or None: unknown.
+    """One response; arrays are of the tokens that the policy sampled, NaN or None: unknown."""
 
-    Attributes:
-      group_id, sample_index: the prompt's number, and the number among its responses.
-      states: final states; row t produced token t.
-      token_ids: int32.
-      text: decoded.
-      score, correct: of the verifier; correct is 1.0 or 0.0.
-      logprobs: of the tokens under the unmodified distribution of the policy, nats.
-      entropies: of that distribution before each token, nats.
-      confidences: minus the mean log-probability of its 20 likeliest tokens (arXiv:2508.15260).
-        Higher is more confident: the other 19 are then unlikely.
-    """
-
-    group_id: int
+    group_id: int  # the prompt's number
     sample_index: int
-    states: Float[np.ndarray, "T D"]
-    token_ids: Int[np.ndarray, " T"] | None = None
-    text: str | None = None
-    score: float = math.nan
+    states: Float[np.ndarray, "T D"]  # final states; row t produced token t
+    token_ids: Int[np.ndarray, " T"] | None = None  # int32
+    text: str | None = None  # decoded
+    score: float = math.nan  # of the verifier; correct is 1.0 or 0.0
     correct: float = math.nan
+    # Log-probabilities under the unmodified distribution of the policy, nats
     logprobs: Float[np.ndarray, " T"] | None = None
-    entropies: Float[np.ndarray, " T"] | None = None
+    entropies: Float[np.ndarray, " T"] | None = None  # of that distribution, nats
+    # Minus the mean log-probability of its 20 likeliest tokens (arXiv:2508.15260). Higher is
+    # more confident: the other 19 are then unlikely
     confidences: Float[np.ndarray, " T"] | None = None
 
 
@@ -74,19 +65,13 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """The responses to one prompt.
+    """The responses to one prompt."""
 
-    Attributes:
-      items: in the order of their samples.
-      rows: the measures of each.
-      stacked: effective rank and orders of the states of all responses, one after the other.
-      features: mean states, [G, D].
-    """
-
-    items: Sequence[Item]
-    rows: Sequence[dict[str, float]]
+    items: Sequence[Item]  # in the order of their samples
+    rows: Sequence[dict[str, float]]  # the measures of each
+    # Effective rank and orders of the states of all responses, one after the other
     stacked: dict[str, float]
-    features: Float[np.ndarray, "G D"]
+    features: Float[np.ndarray, "G D"]  # mean states, [G, D]
 
     def mean(self, name: str) -> float:
         return mean(row[name] for row in self.rows)
@@ -214,15 +199,11 @@ PROMPT_MEASURES |= {"log_determinant": _diversity, "lidar": _lidar}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Measured:
-    """Two tables, as dicts of columns; the first columns are integers, the others floats.
+    """Two tables, as dicts of columns; the first columns are integers, the others floats."""
 
-    Attributes:
-      responses: `group_id`, `sample_index`, and the measures of each response.
-      prompts: `group_id`, `num_responses`, and the measures of each prompt.
-    """
-
+    # `group_id`, `sample_index`, and the measures of each response
     responses: dict[str, np.ndarray]
-    prompts: dict[str, np.ndarray]
+    prompts: dict[str, np.ndarray]  # `group_id`, `num_responses`, and the measures of each prompt
 
 
 def measure(
@@ -285,8 +266,7 @@ def measure(
     enough = sum(length >= 2 for length in lengths)
     if enough < MIN_RESPONSES:
         raise UserError(
-            f"there are {len(lengths)} responses, of which {enough} have two tokens or more; a "
-            f"study needs at least {MIN_RESPONSES}."
+            f"{enough} of {len(lengths)} responses have two tokens; a study needs {MIN_RESPONSES}."
         )
     return Measured(_columns(rows), _columns(prompt_rows))
 

@@ -36,15 +36,11 @@ Columns = dict[str, np.ndarray]  # of equal length
 
 
 class RankCurve(NamedTuple):
-    """Effective rank of the growing prefixes of one response.
+    """Effective rank of the growing prefixes of one response."""
 
-    Attributes:
-      num_tokens: tokens in each prefix; with window="release", of the last 512.
-      effective_rank: float32, m_j.
-    """
-
+    # Tokens in each prefix; with window="release", of the last 512
     num_tokens: Int[np.ndarray, " K"]
-    effective_rank: Float[np.ndarray, " K"]
+    effective_rank: Float[np.ndarray, " K"]  # float32, m_j
 
 
 def measure_response(
@@ -75,10 +71,7 @@ def measure_responses(
     response_mask: Bool[np.ndarray, "B T"],
     **options: Any,
 ) -> Columns:
-    """The number of each response, its tokens, and COLUMNS; NaN where not valid.
-
-    Options and errors as in `metrics.hidden_state_metrics`.
-    """
+    """The number of each response, its tokens, and COLUMNS; see `metrics.hidden_state_metrics`."""
     names = tuple(dict.fromkeys(key.name for key in COLUMNS.values()))
     measured = [
         measure_response(*response, names=names, orders=("effective_rank",), **options)

@@ -24,21 +24,14 @@ MICRO_BATCH = 16
 
 
 class RunSteps(NamedTuple):
-    """The steps of a run with recorded responses and weights.
-
-    Attributes:
-      start: directory of the weights that it began with.
-      stride: its metrics.stride.
-      rollouts: step -> Parquet file; also of steps without weights.
-      steps: ascending; at least one.
-    """
+    """The steps of a run with recorded responses and weights."""
 
     workdir: pathlib.Path
-    start: pathlib.Path
+    start: pathlib.Path  # directory of the weights that it began with
     policy: models.Policy
-    stride: int
-    rollouts: dict[int, pathlib.Path]
-    steps: tuple[int, ...]
+    stride: int  # its metrics.stride
+    rollouts: dict[int, pathlib.Path]  # step -> Parquet file; also of steps without weights
+    steps: tuple[int, ...]  # ascending; at least one
 
     def params(self, step: int) -> models.Params:
         """The weights of a step: those of its checkpoint, else those the run began with."""
@@ -49,10 +42,7 @@ class RunSteps(NamedTuple):
 
 
 def find_steps(workdir: str | os.PathLike[str]) -> RunSteps:
-    """The steps of a run whose weights still exist: a checkpoint, or for step 0 what it began with.
-
-    Raises UserError if there is no run, or no such step.
-    """
+    """The steps of a run whose weights still exist, at least one; UserError if there is none."""
     workdir = pathlib.Path(workdir)
     try:
         config = read_json_object(workdir / "config.json")["config"]
@@ -89,16 +79,11 @@ def response_states(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
 ) -> list[Float[np.ndarray, "_ D"]]:
-    """Final states of each response, from one right-padded forward pass per micro-batch.
-
-    Raises UserError for a token beyond the policy's vocabulary: it would get another one's
-    embedding.
-    """
+    """Final states of each response; UserError for a token beyond the policy's vocabulary."""
     largest = max(int(ids.max(initial=0)) for ids in (*prompts, *responses))
     if largest >= policy.config.vocab_size:
         raise UserError(
-            f"token {largest} is beyond the {policy.config.vocab_size} tokens of the policy: the "
-            "responses are of another model."
+            f"token {largest} is beyond the policy's vocabulary: they are of another model."
         )
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
     columns = np.arange(-(-max(lengths) // 64) * 64, dtype=np.int32)
@@ -119,18 +104,12 @@ def response_states(
     return states
 
 
-def read_responses(
-    file: pathlib.Path, needed: Sequence[str] = (), optional: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
+def read_responses(file: pathlib.Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The rows of a file, see `response_files.read`, with token ids and masks as arrays.
 
     Without the column `response_mask`, the policy sampled every response token.
-
-    Raises:
-      UserError: if the file has no response, or a mask has not the length of its response.
     """
-    optional = None if optional is None else (*optional, "response_mask")
-    rows = response_files.read(file, (*IDS, *needed), optional).to_pylist()
+    rows = response_files.read(file, (*IDS, *needed)).to_pylist()
     if not rows:
         raise UserError(f"{file} has no response.")
     for row in rows:
@@ -139,8 +118,7 @@ def read_responses(
         row["response_mask"] = np.asarray([True] * num_tokens if mask is None else mask, bool)
         if len(row["response_mask"]) != num_tokens:
             raise UserError(
-                f"{file}: a response has {num_tokens} tokens and a mask of {len(mask)}; it is "
-                "damaged, so name another step."
+                f"{file}: a response of {num_tokens} tokens has a mask of {len(mask)}: damaged."
             )
     return rows
 

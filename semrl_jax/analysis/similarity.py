@@ -29,9 +29,9 @@ def ngrams(sequence: Sequence[Hashable], size: int) -> Counter:
     return Counter(zip(*(sequence[start:] for start in range(size))))
 
 
-def repetition(sequences: Sequence[Sequence[Hashable]], size: int = NGRAM) -> float:
+def repetition(sequences: Sequence[Sequence[Hashable]]) -> float:
     """1 - distinct / all n-grams within the sequences; no n-gram joins two of them."""
-    found = sum((ngrams(sequence, size) for sequence in sequences), Counter())
+    found = sum((ngrams(sequence, NGRAM) for sequence in sequences), Counter())
     return 1 - len(found) / found.total() if found else math.nan
 
 

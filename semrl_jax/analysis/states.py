@@ -34,10 +34,7 @@ def read_states(
 
     `hidden_states` is [B, T, D], or [T, D] for one response, in float16, float32, float64 or, in
     safetensors, bfloat16; rows outside the mask may hold anything. `response_mask` is bool with its
-    leading axes; without it every row counts. The states keep their dtype.
-
-    Raises:
-      UserError: naming the file and what is wrong with it.
+    leading axes; without it every row counts. UserError names the file and what is wrong.
     """
     arrays = read_arrays(path)
     return arrays[STATES], arrays[MASK]
@@ -79,8 +76,7 @@ def read_arrays(
         mask = np.ones(states.shape[:-1], bool)
     if mask.shape != states.shape[:-1]:
         raise UserError(
-            f"{file}: {MASK} has shape {mask.shape}; it must be {states.shape[:-1]}, the leading "
-            f"axes of {STATES} {states.shape}."
+            f"{file}: {MASK} has shape {mask.shape}; {STATES} need {states.shape[:-1]}."
         )
     if mask.dtype != bool:
         raise UserError(

@@ -44,33 +44,24 @@ MIN_DRAWN = 5  # prompts; the quantiles of fewer say little
 
 
 class StudyCorrelation(NamedTuple):
-    """Pearson correlation of two measures over responses.
+    """Pearson correlation of two measures over responses."""
 
-    Attributes:
-      x, y: measures.
-      subset: one of SUBSETS. The lengths are thirds of the responses by their number of tokens.
-        "equal length" is the partial correlation: of what a line in the length does not explain.
-      num_responses, num_prompts: that have both measures.
-      r: NaN below three responses, or if a measure is constant.
-      low, high: 2.5 % and 97.5 % quantiles of the bootstrap; NaN if it has fewer than MIN_DRAWN
-        prompts to draw from.
-    """
-
-    x: str
+    x: str  # measures
     y: str
+    # One of SUBSETS. The lengths are thirds of the responses by their number of tokens. "equal
+    # length" is the partial correlation: of what a line in the length does not explain
     subset: str
-    num_responses: int
+    num_responses: int  # that have both measures
     num_prompts: int
-    r: float
+    r: float  # NaN below three responses, or if a measure is constant
+    # 2.5 % and 97.5 % quantiles of the bootstrap; NaN if it has fewer than MIN_DRAWN prompts to
+    # draw from
     low: float
     high: float
 
 
 def check_measures(names: Sequence[str]) -> tuple[str, ...]:
-    """The names that are metrics of METRICS and no measures of a study anyhow.
-
-    Raises UserError for a name that is neither.
-    """
+    """The names that are metrics and no measures of a study; UserError for an unknown one."""
     known = [*RESPONSE_MEASURES, *PROMPT_MEASURES, *METRICS]
     for name in names:
         if name not in known:

@@ -30,10 +30,7 @@ UNITS = {
 def write_study(
     output: pathlib.Path, measured: Measured, found: Sequence[StudyCorrelation]
 ) -> list[str]:
-    """Writes tables and pictures into a directory; returns their names.
-
-    In CSV, a value that does not exist is an empty cell. In Parquet it is NaN.
-    """
+    """Writes tables and pictures into a directory, NaN as an empty cell; returns their names."""
     names = []
     for name, table in (("responses", measured.responses), ("prompts", measured.prompts)):
         columns = {key: pa.array(values, from_pandas=False) for key, values in table.items()}

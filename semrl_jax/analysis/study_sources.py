@@ -43,16 +43,9 @@ _ROWS = 256  # of one block of logits
 def of_run(
     workdir: str | os.PathLike[str], step: int | None
 ) -> tuple[Iterator[StudiedResponse], str, int]:
-    """The responses of one step of a run, their states recomputed from its weights.
+    """The responses of a step of a run (None: the last), what they are, and metrics.stride.
 
-    Args:
-      step: with recorded responses and weights; None: the last one.
-
-    Returns:
-      The responses, a line that says what they are, and the run's metrics.stride.
-
-    Raises:
-      UserError: if there is no run, or no such step.
+    Their states are recomputed from the weights. UserError if there is no run, or no such step.
     """
     run = find_steps(workdir)
     step = run.steps[-1] if step is None else step
@@ -84,13 +77,12 @@ def of_generated(
 ) -> tuple[Iterator[StudiedResponse], str]:
     """The responses of a directory of `launch.generate`, with their recorded states.
 
-    `policy` is as in `load_policy`; None: entropies and confidences are unknown. Raises UserError
-    if no decoded states of the final layer were recorded, or a file is damaged.
+    Without a `policy`, entropies and confidences are unknown. UserError for other or damaged
+    states.
     """
     if not (directory / STATES_INDEX).is_file():
         raise UserError(
-            f"{directory} has no {STATES_INDEX}: no states were recorded. Generate again with "
-            "--hidden_states=-1."
+            f"{directory} has no {STATES_INDEX}; generate again with --hidden_states=-1."
         )
     index = read_json_object(directory / STATES_INDEX)
     try:
@@ -124,10 +116,7 @@ def of_generated(
 
 
 def of_file(file: pathlib.Path, policy: str | None) -> tuple[Iterator[StudiedResponse], str]:
-    """The responses of a file of states, see `states.read_arrays`.
-
-    Without `group_id`, each response has a prompt of its own.
-    """
+    """The responses of a file, see `states.read_arrays`; without `group_id`, of a prompt each."""
     arrays = read_arrays(file, OPTIONAL)
     model = load_policy(policy)
     prompts = arrays.get("group_id", np.arange(len(arrays["hidden_states"])))
@@ -170,10 +159,7 @@ def load_policy(path: str | None) -> tuple[models.Policy, models.Params] | None:
 def with_probabilities(
     response: StudiedResponse, policy: models.Policy, params: models.Params
 ) -> StudiedResponse:
-    """Adds what the final states say about the policy's distribution of each token.
-
-    Raises UserError if the width of the states is not the hidden size of the policy.
-    """
+    """Adds the policy's distribution of each token; UserError if the states have another width."""
     num_tokens, width = response.states.shape
     if width != policy.config.hidden_size:
         raise UserError(

@@ -6,7 +6,6 @@ from semrl_jax.data.conversations import (
     conversation_reader,
     load_conversations,
 )
-from semrl_jax.data.demonstrations import Demonstrations, demonstration_rows
 from semrl_jax.data.encoding import (
     check_ids,
     check_vocabulary,
@@ -15,8 +14,13 @@ from semrl_jax.data.encoding import (
     template_line,
 )
 from semrl_jax.data.loading import load_prompts, prompts_of_problems
-from semrl_jax.data.padding import pad_response_values, pad_rows
-from semrl_jax.data.prompt_rows import BadRows, check_row_format, row_reader
+from semrl_jax.data.padding import (
+    Demonstrations,
+    demonstration_rows,
+    pad_response_values,
+    pad_rows,
+)
+from semrl_jax.data.prompt_rows import BadRows, check_row_format, read_shots, row_reader
 from semrl_jax.data.prompts import (
     PromptDataset,
     PromptExample,
@@ -28,7 +32,6 @@ from semrl_jax.data.prompts import (
     prompt_order,
 )
 from semrl_jax.data.row_files import RowError, batch_rows, check_file, read_rows
-from semrl_jax.data.shots import read_shots
 from semrl_jax.data.stop_strings import StopMatcher, TokenBytes
 from semrl_jax.data.stop_words import expand_stop_words, stop_word_ids
 from semrl_jax.data.templates import chosen_template, is_chat, set_chat_template

@@ -60,11 +60,7 @@ def demonstration_problems(seed: int, size: int) -> list[Problem]:
 def demonstration_texts(
     seed: int, size: int, *, forget_probability: float = 0.8
 ) -> list[tuple[str, str]]:
-    """(prompt, response) pairs of the forgetful teacher.
-
-    `forget_probability`, in [0, 1], is the chance per column that an incoming carry of 1 is written
-    as 0; 0 is a teacher without mistakes.
-    """
+    """(prompt, response) pairs of a teacher that forgets carries with this chance, in [0, 1]."""
     draws = np.random.default_rng((seed, _FORGET_STREAM)).random((size, NUM_COLUMNS))
     return [
         (prompt_text(problem), worked_response(problem, forget))
@@ -90,10 +86,7 @@ def reference_answer(problem: Problem) -> str:
 def worked_response(
     problem: Problem, forget: Sequence[bool] | np.ndarray = (False,) * NUM_COLUMNS
 ) -> str:
-    """The worked text, 46 to 52 characters.
-
-    `forget` tells for each column from the right whether its incoming carry is written as 0.
-    """
+    """The worked text, 46 to 52 characters; columns to `forget` a carry in are from the right."""
     left, operator, right = problem
     sign = 1 if operator == "+" else -1
     columns, result, carry = [], 0, 0

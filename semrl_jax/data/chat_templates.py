@@ -37,16 +37,10 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     with_marks: bool = False,
 ) -> list[Rendered]:
-    """Renders conversations as `apply_chat_template` of the tokenizer does.
+    """Renders conversations as `apply_chat_template` of the tokenizer does; TemplateError if not.
 
-    Args:
-      tokenizer: its special tokens are given to the template.
-      conversations: messages, and whether the begin of the assistant's next message is added.
-      tools: JSON schemas of the tools that the template describes.
-      with_marks: whether the marks are found.
-
-    Raises:
-      TemplateError: with the template's own message, or the limit of `chat_worker`.
+    `conversations` are messages, and whether the begin of the assistant's next one is added.
+    `tools` are JSON schemas.
     """
     request = {
         "template": template,

@@ -46,15 +46,11 @@ Message = dict[str, str]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Conversation:
-    """One training sequence; it ends with the last token to learn.
+    """One training sequence; it ends with the last token to learn."""
 
-    Attributes:
-      token_ids: int32.
-      loss_mask: True on tokens to learn: those of assistant messages, end tokens included. False on
-        the first token, which nothing predicts.
-    """
-
-    token_ids: Int[np.ndarray, " S"]
+    token_ids: Int[np.ndarray, " S"]  # int32
+    # True on tokens to learn: those of assistant messages, end tokens included. False on the
+    # first token, which nothing predicts
     loss_mask: Bool[np.ndarray, " S"]
 
     def __len__(self) -> int:
@@ -108,10 +104,7 @@ def load_conversations(
       files_field: the setting that names the files, for error messages.
       report: gets lines about rows left out, and every few seconds the progress.
 
-    Raises:
-      UserError: if a file is missing, unreadable, empty or given twice; if a row is bad and bad
-        rows are not skipped; or if no conversation is left. The message names the file, the line
-        (counted from 1) and the field.
+    UserError names file, line (from 1) and field.
     """
     files = [pathlib.Path(path) for path in paths]
     names = ", ".join(map(str, files))
@@ -131,9 +124,8 @@ def load_conversations(
         if len(conversation) > max_tokens:
             if too_long == "refuse":
                 raise UserError(
-                    f"{where}: the conversation has {len(conversation)} tokens, more than "
-                    f"sft.max_tokens={max_tokens}; raise it, or set sft.too_long to 'drop' or "
-                    "'truncate'."
+                    f"{where}: a conversation of {len(conversation)} tokens exceeds sft.max_tokens="
+                    f"{max_tokens}; raise it, or set sft.too_long to 'drop' or 'truncate'."
                 )
             long_lengths.append(len(conversation))
             if too_long == "drop" or not conversation.loss_mask[:max_tokens].any():
@@ -176,11 +168,7 @@ def load_conversations(
 def conversation_of(
     token_ids: Int[np.ndarray, " N"], loss_mask: Bool[np.ndarray, " N"]
 ) -> Conversation:
-    """Leaves out the tokens after the last one to learn: nothing that is learned depends on them.
-
-    Raises:
-      RowError: if no token can be learned.
-    """
+    """Leaves out the tokens after the last one to learn; RowError if there is none."""
     loss_mask = loss_mask & (np.arange(len(loss_mask)) > 0)
     places = np.flatnonzero(loss_mask)
     if not len(places):
@@ -199,7 +187,7 @@ def conversation_reader(
     system_prompt: str = "",
     add_special_tokens: bool = True,
 ) -> MessagesReader | CompletionReader:
-    """Makes the reader of a format.
+    """Makes the reader of a format; UserError for a tokenizer, field or template that does not fit.
 
     Args:
       tokenizer: a fast one, which knows the place of each token in the text.
@@ -208,14 +196,10 @@ def conversation_reader(
         the end token follows the completion.
       messages_field: of "messages"; the other fields and options are of "prompt_completion", as in
         `load_prompts`. The completion is not changed.
-
-    Raises:
-      UserError: for a tokenizer, field or template that cannot be used.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            "the tokenizer cannot tell where its tokens begin in the text; give a model directory "
-            "with a tokenizer.json."
+            "the tokenizer cannot tell where its tokens begin; give one with a tokenizer.json."
         )
     if row_format == "messages":
         return MessagesReader(tokenizer, messages_field)
@@ -300,15 +284,13 @@ class MessagesReader(_Reader):
             raise UserError("sft.messages_field='' must name a field.")
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
-                "sft.row_format='messages' needs a chat template, but the tokenizer has none; name "
-                "a file with one in sft.chat_template, or use sft.row_format='prompt_completion'."
+                "sft.row_format='messages' needs a chat template; name a file in sft.chat_template."
             )
         try:  # a template that fails is named before any file is read
             self.tokens(_EXAMPLE)
         except RowError as error:
             raise UserError(
-                f"the chat template cannot be used for training: {error} Name a file with another "
-                "one in sft.chat_template."
+                f"the chat template cannot be used for training: {error} See sft.chat_template."
             ) from None
 
     @property
@@ -342,8 +324,7 @@ class MessagesReader(_Reader):
         num_responses = sum(message["role"] == "assistant" for message in messages)
         if num_runs != num_responses:
             raise RowError(
-                f"the chat template marks {num_runs} texts as generated, of {num_responses} "
-                "assistant messages."
+                f"the chat template marks {num_runs} texts of {num_responses} assistant messages."
             )
         return token_ids, mask
 
@@ -357,10 +338,10 @@ class MessagesReader(_Reader):
         for index, (before, _), (after, _) in zip(places, rendered, rendered[len(places) :]):
             if not (text.startswith(after) and after.startswith(before)) or before == after:
                 raise RowError(
-                    f"the chat template writes message {index + 1} or those before it in another "
-                    "way when the conversation goes on, so it cannot be told which tokens the "
-                    "assistant generates; use a template with {% generation %} marks, or rows that "
-                    "end with their first assistant message."
+                    f"the chat template rewrites message {index + 1} or those before it when the "
+                    "conversation goes on, so it cannot be told what the assistant generates; use "
+                    "a template with {% generation %} marks, or rows that end with their first "
+                    "assistant message."
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -396,13 +377,10 @@ class MessagesReader(_Reader):
 
 
 def check_messages(messages: Any, field: str) -> list[Message]:
-    """The messages of a row with role and content only.
+    """The messages of a row with role and content only; RowError names message and rule.
 
     At most one system message comes first. Then user and assistant alternate. The first message is
     not the assistant's: a response needs a prompt. At least one is.
-
-    Raises:
-      RowError: naming the message, counted from 1, and the rule.
     """
     if not isinstance(messages, list) or not messages:
         raise RowError(f"field {field!r} must be a list of messages, not {messages!r:.80}.")

@@ -20,11 +20,9 @@ _PROBE = "1"
 def special_prefix(
     tokenizer: Tokenizer, template: str = "plain", add_special_tokens: bool = True
 ) -> list[int]:
-    """The tokens before every prompt: those that the tokenizer adds before a text by default.
+    """The tokens that the tokenizer adds before a text by default, such as BOS; not with "chat".
 
-    This is the beginning-of-sequence token of Llama, Mistral and Gemma, and nothing with Qwen. An
-    end token that a tokenizer adds after a text is left out, because a response must follow. There
-    are none without `add_special_tokens`, and none with a chat template, which writes its own.
+    An end token that a tokenizer adds after a text is left out, because a response must follow.
     """
     if not add_special_tokens or is_chat(template):
         return []
@@ -36,11 +34,7 @@ def special_prefix(
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], prefix: Sequence[int]) -> list[list[int]]:
-    """Token ids of prompts; [] for a text without a token.
-
-    A text that begins with the prefix (see `special_prefix`), because its template writes it, does
-    not get it twice.
-    """
+    """Token ids of prompts, [] without a token. A text that begins with the prefix gets it once."""
     if not texts:  # the tokenizer does not accept an empty batch
         return []
     found = tokenizer([*texts], add_special_tokens=False)["input_ids"]
@@ -50,13 +44,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], prefix: Sequence[int]) ->
 def encode_spans(
     tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], prefix: Sequence[int] = ()
 ) -> tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]:
-    """Token ids of the text, and whether the text of each token begins in one of the spans.
-
-    Args:
-      tokenizer: a fast one.
-      spans: first character and the one after the last.
-      prefix: as in `encode`; its tokens are in no span.
-    """
+    """Token ids of the text, and whether the text of each token begins in a span (first, end)."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     begins = np.array([begin for begin, _ in found["offset_mapping"]], np.int64)
     mask = np.zeros(len(begins), bool)
@@ -79,12 +67,7 @@ def template_line(
     add_special_tokens: bool,
     fields: tuple[str, str] = ("data.template", "data.add_special_tokens"),
 ) -> str:
-    """Says which template prompts have and which tokens come before them.
-
-    Args:
-      of: what the prompts are for, the beginning of the line.
-      fields: names of the settings for template and special tokens.
-    """
+    """Says which template prompts have and which tokens come before them."""
     shown = f"{of}: template {template!r:.100}"
     if is_chat(template):
         return f"{shown}, the tokenizer's chat template, which writes its special tokens itself"
@@ -103,8 +86,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, place: str) -> None:
     """Checks that the model has an embedding for every token that the tokenizer may write.
 
     Special tokens are allowed beyond the vocabulary: the text models of Gemma 3 have the tokenizer
-    of the models with images. `check_ids` finds a prompt with one. `place` begins the message of
-    the UserError, which names a token.
+    of the models with images. `check_ids` finds a prompt with one.
     """
     beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= vocab_size}
     if not beyond:
@@ -124,16 +106,12 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, place: str) -> None:
 def check_ids(
     tokenizer: Tokenizer, vocab_size: int, named: Iterable[tuple[str, Int[np.ndarray, " _"]]]
 ) -> None:
-    """Checks token ids of prompts or conversations, each with its name, against the vocabulary.
-
-    Raises UserError for the first one with a token that the model has no embedding for.
-    """
+    """UserError for the first prompt or conversation with a token beyond the vocabulary."""
     for name, ids in named:
         if len(ids) and ids.max() >= vocab_size:
             token = int(ids.max())
             text = tokenizer.convert_ids_to_tokens(token)
             raise UserError(
                 f"{name} has the token {text!r:.50} with id {token}, beyond the model's vocab_size="
-                f"{vocab_size}; remove its text, or take a model and tokenizer that belong "
-                "together."
+                f"{vocab_size}; remove its text, or take a tokenizer of the model."
             )

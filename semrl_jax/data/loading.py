@@ -46,7 +46,6 @@ def load_prompts(
     """Loads JSON Lines (.jsonl) and Parquet (.parquet) files, in the order given.
 
     Args:
-      tokenizer: see `tokenizer.load_tokenizer`.
       reader: see `rows_of_files`; None is `rows.row_reader()`, fields "question" and "answer".
       template, system_prompt, shots: see `templates.prompt_renderer`; "simplerl" rows have theirs.
       add_special_tokens: see `encoding.special_prefix`.
@@ -57,13 +56,9 @@ def load_prompts(
       num_rows: maximum number of rows to read over all files, bad ones included; 0 reads all.
       data_source: replaces the data source of every row; "" does not.
       field_prefix: stands before "template" in error messages.
-      report: gets one line for each of the first bad rows and of the first long prompts that are
-        kept, totals at the end, and every few seconds the progress.
+      report: gets a line for the first bad rows and kept long prompts, totals, and the progress.
 
-    Raises:
-      UserError: if the template cannot be used, a file is missing, unreadable, empty or given
-        twice, a row is bad and bad rows are not skipped, or no prompt within the limit is left. The
-        message names the file, the line (counted from 1) and the field.
+    UserError names file, line (from 1) and field.
     """
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = [pathlib.Path(path) for path in files]
@@ -165,11 +160,7 @@ def prompts_of_problems(
     max_prompt_tokens: int,
     keep_long: bool,
 ) -> PromptDataset:
-    """Prompts of procedural problems, with the rows from which the verifier makes them again.
-
-    Arguments as of `load_prompts`. Raises UserError for a template that cannot be used, or if no
-    prompt is left.
-    """
+    """Prompts of problems, with the rows that make them again; arguments as of `load_prompts`."""
     template = chosen_template(template, tokenizer)
     render = prompt_renderer(template, tokenizer, system_prompt=system_prompt)
     prefix = special_prefix(tokenizer, template, add_special_tokens)
@@ -191,19 +182,11 @@ def prompts_of_problems(
 def rows_of_files(
     files: Sequence[pathlib.Path], reader: Any, bad_rows: BadRows, field: str = "data.files"
 ) -> PlacedRows:
-    """All rows, as the reader returns them.
+    """All rows, as the reader returns them; UserError for a file that cannot be read, or twice.
 
-    Args:
-      files: checked before the first one is read.
-      reader: such as `rows.RowReader`. It has `fields` and `optional_fields`, which it reads,
-        `keep_columns`, whether it needs all others too, and `read(row, name)`, which gets the
-        file's name without suffix and raises RowError for a bad row. For `load_prompts` it also has
-        `has_template`, whether a question includes its template.
-      bad_rows: gets every bad row.
-      field: the setting that names the files, for error messages.
-
-    Raises:
-      UserError: for a file that is missing, empty, unreadable or given twice.
+    The reader has `fields` and `optional_fields`, which it reads, `keep_columns`, whether it needs
+    all others too, and `read(row, name)`, which gets the file's name without suffix and raises
+    RowError. For `load_prompts` it also has `has_template`, whether a question includes its own.
     """
     if not files:
         raise UserError(f"{field} is empty; name a .jsonl or .parquet file.")

@@ -29,21 +29,13 @@ COMMAND = "python -m launch.problems"  # lists the data sets, and shows one
 
 
 class Source(NamedTuple):
-    """An entry of `data.reasoning_gym`: `NAME`, or `NAME:option=value:weight=WEIGHT:name=LABEL`.
+    """An entry of `data.reasoning_gym`: `NAME`, or `NAME:option=value:weight=WEIGHT:name=LABEL`."""
 
-    Attributes:
-      dataset: its name in the package, such as "chain_sum".
-      options: fields of its configuration, such as {"max_terms": 2}.
-      weight: share of the training prompts, relative to the other entries.
-      name: in the log and in results.
-      contains: other questions are left out: some data sets vary their wording at random.
-    """
-
-    dataset: str
-    options: dict[str, Any]
-    weight: float
-    name: str
-    contains: str = ""
+    dataset: str  # its name in the package, such as "chain_sum"
+    options: dict[str, Any]  # fields of its configuration, such as {"max_terms": 2}
+    weight: float  # share of the training prompts, relative to the other entries
+    name: str  # in the log and in results
+    contains: str = ""  # other questions are left out: some data sets vary their wording at random
 
 
 def sources(entries: Sequence[str]) -> list[Source]:
@@ -66,8 +58,7 @@ def sources(entries: Sequence[str]) -> list[Source]:
             raise UserError(f"{FIELD}={entry!r}: weight={weight!r:.50} must be a number above 0.")
         if name in (source.name for source in found):
             raise UserError(
-                f"{FIELD}={entry!r}: another entry is called {name!r:.100}; tell them apart by "
-                ":name=LABEL."
+                f"{FIELD}={entry!r}: another entry is called {name!r:.100}; add :name=LABEL."
             )
         found.append(Source(dataset, options, float(weight), name, contains))
     return found
@@ -76,11 +67,7 @@ def sources(entries: Sequence[str]) -> list[Source]:
 def training_problems(
     entries: Sequence[Source], seed: int, count: int, num_held_out: int
 ) -> list[Problem]:
-    """Problems for training, without those of `held_out_problems`.
-
-    The entries take turns by their weights. The same arguments give the same problems. Raises
-    UserError if a data set cannot be made, or has too few problems that are not held out.
-    """
+    """Problems for training, without the held-out ones; the entries take turns by their weights."""
     held_out = {problem.question for problem in held_out_problems(entries, num_held_out)}
     found: list[Problem] = []
     first = (seed + 1) * 1_000_003 % (HELD_OUT_SEED // 2)
@@ -101,10 +88,7 @@ def training_problems(
 
 
 def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
-    """`count` different problems of each entry; they do not depend on the seed of the run.
-
-    Raises UserError if a data set cannot be made or has fewer problems.
-    """
+    """`count` different problems of each entry, for any seed of the run; UserError if too few."""
     found: list[Problem] = []
     for source in entries if count else ():
         different: dict[str, Problem] = {}
@@ -122,17 +106,11 @@ def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
 
 
 class DataSet(NamedTuple):
-    """A data set of the package.
+    """A data set of the package."""
 
-    Attributes:
-      name: of an entry.
-      group: such as "arithmetic".
-      description: the package's own, one line; "" if there is none.
-    """
-
-    name: str
-    group: str
-    description: str
+    name: str  # of an entry
+    group: str  # such as "arithmetic"
+    description: str  # the package's own, one line; "" if there is none
 
 
 def data_sets() -> list[DataSet]:
@@ -148,10 +126,7 @@ def data_sets() -> list[DataSet]:
 
 
 def options(source: Source) -> dict[str, tuple[str, str]]:
-    """Value and default of each option of an entry, as an entry gives them.
-
-    Raises UserError if the package is missing, or there is no such data set or option.
-    """
+    """Value and default of each option of an entry; UserError if there is no such data set."""
     defaults = {f.name: _default(f) for f in _option_fields(source.dataset, source.options)}
     return {
         name: (_text(source.options[name]) if name in source.options else default, default)
@@ -176,10 +151,7 @@ def containing(source: Source) -> str:
 
 
 def remade(row: Any) -> tuple[Any, dict[str, Any]]:
-    """The data set of a problem's row and its entry, for the scorer.
-
-    Raises UserError if the row has none, or the package is missing.
-    """
+    """The data set of a problem's row and its entry, for the scorer; UserError if it has none."""
     made = row.get(COLUMN) if isinstance(row, dict) else None
     try:
         name, options, seed, size, index = (
@@ -189,8 +161,7 @@ def remade(row: Any) -> tuple[Any, dict[str, Any]]:
         return dataset, dataset[index]
     except (TypeError, KeyError, IndexError):
         raise UserError(
-            f"the verifier reasoning_gym needs the column {COLUMN!r} that "
-            "data.task='reasoning_gym' gives a prompt; it is missing or damaged."
+            f"the verifier reasoning_gym needs the column {COLUMN!r}, missing or damaged here."
         ) from None
 
 
@@ -226,8 +197,7 @@ def _package() -> Any:
         from reasoning_gym import factory
     except ImportError as error:
         raise UserError(
-            f"{FIELD} needs the package reasoning-gym ({error}); install it with "
-            "pip install 'semrl_jax[reasoning_gym]'."
+            f"{FIELD} needs reasoning-gym ({error}): pip install 'semrl_jax[reasoning_gym]'."
         ) from None
     return factory
 

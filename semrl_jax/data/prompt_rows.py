@@ -1,14 +1,16 @@
-"""Finds question, reference answer and data source in a row of a prompt file."""
+"""Finds question, reference answer and data source in a row of a prompt file; reads examples."""
 
 from __future__ import annotations
 
 import dataclasses
 import decimal
+import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax.data.row_files import RowError
+from semrl_jax.data.row_files import Row, RowError, read_rows
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import one_of
 
@@ -42,23 +44,18 @@ class RowReader:
 
     A field is a key, or a path into nested rows such as "reward_model.ground_truth" or
     "prompt.0.content".
-
-    Attributes:
-      question_fields: texts, or lists of texts. Several texts are stripped and joined by one space;
-        a single text is not changed.
-      answer_field: a text, or a finite number, see `answer_text`.
-      answer_after: the answer is the text after the last such mark; "" means the whole field.
-      keep_columns: whether to keep the whole row, which needs memory.
-      needs_answer: whether a row without an answer is bad; else its answer is "".
-      has_template: whether the rows are those of SimpleRL-Zoo, with exactly one message, the
-        user's, which includes a template.
     """
 
+    # Texts, or lists of texts. Several texts are stripped and joined by one space; a single
+    # text is not changed
     question_fields: tuple[str, ...]
-    answer_field: str
+    answer_field: str  # a text, or a finite number, see `answer_text`
+    # The answer is the text after the last such mark; "" means the whole field
     answer_after: str = ""
-    keep_columns: bool = False
-    needs_answer: bool = True
+    keep_columns: bool = False  # whether to keep the whole row, which needs memory
+    needs_answer: bool = True  # whether a row without an answer is bad; else its answer is ""
+    # Whether the rows are those of SimpleRL-Zoo, with exactly one message, the user's, which
+    # includes a template
     has_template: bool = False
 
     @property
@@ -72,11 +69,7 @@ class RowReader:
         return (DATA_SOURCE_FIELD,) if self.needs_answer else (DATA_SOURCE_FIELD, self.answer_field)
 
     def read(self, row: dict[str, Any], default_source: str) -> Problem:
-        """Reads a row; without a field "data_source" it gets the default source.
-
-        Raises:
-          RowError: if the row is bad; the message names the field.
-        """
+        """Reads a row; without "data_source" it gets the default. RowError names a field."""
         if self.has_template:
             self._check_messages(row)
         question = question_text(row, self.question_fields)
@@ -125,8 +118,7 @@ class RowReader:
             if not mark or not answer:
                 raise RowError(
                     f"field {self.answer_field!r} has no answer after answer_after="
-                    f"{self.answer_after!r}: {value!r:.80}; without answer_after the whole field "
-                    "is the answer."
+                    f"{self.answer_after!r}: {value!r:.80}; empty takes the whole field."
                 )
         return answer
 
@@ -141,18 +133,11 @@ def row_reader(
     needs_answer: bool = True,
     field_prefix: str = "data.",
 ) -> RowReader:
-    """Makes the reader of a format.
+    """Makes the reader of a format; UserError for a wrong one, or fields with "simplerl".
 
-    Args:
-      row_format: "question_answer": fields by name. "simplerl": rows of SimpleRL-Zoo, whose
-        question is the text of the only message under `prompt`, template included, and whose
-        answer is `reward_model.ground_truth`.
-      field_prefix: stands before the names of these arguments in error messages. For the others,
-        see `RowReader`.
-
-    Raises:
-      UserError: if the format is unknown, a field's name is empty, or fields are given with
-        "simplerl".
+    "question_answer" has fields by name, see `RowReader`. "simplerl" are rows of SimpleRL-Zoo,
+    whose question is the text of the only message under `prompt`, template included, and whose
+    answer is `reward_model.ground_truth`.
     """
     if isinstance(question_fields, str):
         question_fields = (question_fields,)
@@ -202,12 +187,7 @@ class BadRows:
 
 
 def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
-    """The texts in the fields of a row, see `RowReader.question_fields`.
-
-    Raises:
-      RowError: if a field is missing or holds no text, or if the fields are texts of messages and
-        none of them is the user's.
-    """
+    """The texts in the fields of a row, see `RowReader.question_fields`; RowError if bad."""
     roles = [_role(row, field) for field in fields]
     if all(roles) and "user" not in roles:
         raise RowError(
@@ -260,9 +240,8 @@ def columns_text(row: dict[str, Any]) -> str:
     except (TypeError, ValueError):  # dates, bytes, NaN
         name = next(name for name, value in row.items() if not _is_json(value))
         raise RowError(
-            f"field {name!r} is {row[name]!r:.80}, but the row is kept as JSON, so its columns "
-            "must be texts, finite numbers, bools, null, lists and objects; convert the column to "
-            "text or remove it."
+            f"field {name!r} is {row[name]!r:.80}, but a row that is kept may have texts, finite "
+            "numbers, bools, null, lists and objects only; convert the column or remove it."
         ) from None
     if len(text) > MAX_COLUMNS_CHARS:
         raise RowError(
@@ -281,10 +260,7 @@ def _is_json(value: Any) -> bool:
 
 
 def answer_text(value: Any) -> str | None:
-    """The answer as text, in full digits: 27.0 and 27.00 are "27", 1e-05 is "0.00001".
-
-    Number columns turn whole answers into floats. An exponent is read as a variable by verifiers.
-    """
+    """The answer as text, in full digits: 27.0 and 27.00 are "27", 1e-05 is "0.00001"."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool):
@@ -307,3 +283,30 @@ def check_text(field: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as e:  # such as JSON's "\\ud800", which no tokenizer accepts
         raise RowError(f"field {field!r} holds a lone surrogate at character {e.start}.") from e
+
+
+def read_shots(path: str | os.PathLike[str], count: int) -> list[tuple[str, str]]:
+    """The first examples of a file, as pairs of question and answer; UserError if too few."""
+    shots = []
+    for where, row in itertools.islice(read_rows(path), count):
+        try:
+            shots.append(_shot(row))
+        except RowError as error:
+            raise UserError(f"evaluation.shots_file: {where}: {error}") from None
+    if len(shots) < count:
+        raise UserError(
+            f"evaluation.shots_file={str(path)!r} has {len(shots)} rows, fewer than {count} shots."
+        )
+    return shots
+
+
+def _shot(row: Row) -> tuple[str, str]:
+    if isinstance(row, RowError):
+        raise row
+    fields = "question", "response" if row.get("response") is not None else "answer"
+    for field in fields:
+        if not isinstance(row.get(field), str) or not row[field].strip():
+            raise RowError(f"field {field!r} must be text, not {row.get(field)!r:.80}.")
+        check_text(field, row[field])
+    question, answer = (row[field].strip() for field in fields)
+    return question, answer

@@ -25,29 +25,17 @@ Position = tuple[int, int]  # (epoch, prompts consumed of it); a dataset starts 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptExample:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-      prompt: the text, template included.
-      prompt_ids: int32 token ids of that text.
-      answer: the reference answer, for the verifier.
-      data_source: where it came from; statistics are computed per data source.
-      index: its row, counted from 0 over all files before any row is left out.
-      columns: its row as a JSON object, for a verifier that takes it; "" if none does.
-      question: without the template; "" if only the prompt is known.
-      problem_type: of a problem of a benchmark, such as "Algebra"; "" if it has none.
-      template: with which the prompt was made; "" if that is not known.
-    """
-
-    prompt: str
-    prompt_ids: Int[np.ndarray, " P"]
-    answer: str
-    data_source: str
-    index: int
-    columns: str = ""
-    question: str = ""
-    problem_type: str = ""
-    template: str = ""
+    prompt: str  # the text, template included
+    prompt_ids: Int[np.ndarray, " P"]  # int32 token ids of that text
+    answer: str  # the reference answer, for the verifier
+    data_source: str  # where it came from; statistics are computed per data source
+    index: int  # its row, counted from 0 over all files before any row is left out
+    columns: str = ""  # its row as a JSON object, for a verifier that takes it; "" if none does
+    question: str = ""  # without the template; "" if only the prompt is known
+    problem_type: str = ""  # of a problem of a benchmark, such as "Algebra"; "" if it has none
+    template: str = ""  # with which the prompt was made; "" if that is not known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,18 +58,10 @@ def prompt_order(size: int, seed: int, epoch: int) -> Int[np.ndarray, " size"]:
 def next_prompts(
     dataset: PromptDataset, seed: int, position: Position, count: int
 ) -> tuple[list[PromptExample], Position]:
-    """Reads from a position on, into the next epochs if necessary.
+    """Reads `count` prompts from a position on, into the next epochs; returns the new position.
 
-    Args:
-      position: (epoch, cursor), 0 <= cursor <= size.
-      count: prompts to read; may exceed the dataset.
-
-    Returns:
-      The prompts and the position after them. Two calls in a row read the same as one.
-
-    Raises:
-      ValueError: if the dataset is empty.
-      UserError: if the position is outside the dataset.
+    Two calls in a row read the same as one. ValueError for an empty dataset, UserError if the
+    position, (epoch, cursor) with 0 <= cursor <= size, is outside of it.
     """
     epoch, cursor = position
     size = len(dataset)
@@ -89,8 +69,7 @@ def next_prompts(
         raise ValueError("the dataset is empty.")
     if epoch < 0 or not 0 <= cursor <= size or count < 0:
         raise UserError(
-            f"position {position} or count {count} does not fit a dataset of {size} prompts; is it "
-            "another dataset than the one the run began with?"
+            f"position {position} or count {count} does not fit a dataset of {size} prompts."
         )
     prompts: list[PromptExample] = []
     while True:
@@ -113,17 +92,7 @@ def build_dataset(
     template: str = "",
     add_special_tokens: bool = True,
 ) -> PromptDataset:
-    """Tokenises (prompt, answer) pairs and leaves out prompts that are too long.
-
-    Args:
-      rows: prompt texts including the template, and reference answers.
-      data_source, template: stored with every example.
-      max_prompt_tokens: the limit, in tokens.
-      add_special_tokens: see `encoding.special_prefix`; training and evaluation must agree.
-
-    Raises:
-      UserError: if no prompt is left.
-    """
+    """Tokenises (prompt, answer) pairs and leaves out long prompts; UserError if none is left."""
     rows = list(rows)
     texts = [prompt for prompt, _ in rows]
     prefix = special_prefix(tokenizer, add_special_tokens=add_special_tokens)

@@ -44,10 +44,6 @@ def read_rows(
     Yields:
       The place of the row ("FILE, line 3"; counted from 1, blank lines included), and the row. A
       bad row is a `RowError`, so that the caller can skip it.
-
-    Raises:
-      UserError: at the call if there is no such file or its suffix is unknown; while reading if the
-        file is unreadable, or a Parquet file has no such column.
     """
     path = pathlib.Path(path)
     check_file(path)
@@ -165,10 +161,7 @@ def batch_rows(batch: Any) -> list[Row]:
 
 
 def _shortest_floats(kind: Any) -> Callable[[Any], Any] | None:
-    """What makes 0.1 of the 0.10000000149011612 that pyarrow reads from float32; None: no such.
-
-    The result is the shortest decimal number that has the same value in float32, or in float16.
-    """
+    """What makes 0.1 of the 0.10000000149011612 that pyarrow reads from float32; None: no such."""
     import pyarrow.types as types
 
     if types.is_float32(kind) or types.is_float16(kind):

@@ -35,12 +35,9 @@ def before_stop(text: str, stop_strings: Sequence[str]) -> str:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The UTF-8 bytes that each token adds to a text; computed when a token is first looked up.
+    """The UTF-8 bytes that each token adds to a text, b"" for special ones; made when looked up.
 
-    Special tokens, and ids beyond the tokenizer, have none.
-
-    Raises:
-      UserError: if the bytes of a token can depend on the tokens around it.
+    UserError if the bytes of a token can depend on the tokens around it.
     """
 
     def __init__(self, tokenizer: Any):
@@ -86,12 +83,7 @@ class StopMatcher:
         self._tail = b""  # the last `_overlap` bytes
 
     def feed(self, token_ids: Sequence[int]) -> int | None:
-        """Reads the next tokens of the response, any number of them.
-
-        Returns:
-          The number of these tokens that stay in the response, at least 1, if the text contains a
-          stop string with the last of them and with none before. None if the response goes on.
-        """
+        """How many of the next tokens stay, if a stop string ends with the last; None: go on."""
         pieces = [self._tokens[token_id] for token_id in token_ids]
         data, num_before = self._tail + b"".join(pieces), len(self._ids)
         self._ids += token_ids
@@ -135,10 +127,7 @@ def _decoder_kinds(tokenizer: Any) -> set[str]:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The byte of each character in the tokens of byte-level BPE.
-
-    Printable bytes stand for themselves, the others for the characters from 256 on. Source: GPT-2.
-    """
+    """The byte of each character of byte-level BPE: itself, or one from 256 on. Source: GPT-2."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

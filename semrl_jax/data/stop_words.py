@@ -43,8 +43,7 @@ def expand_stop_words(words: Sequence[str]) -> tuple[str, ...]:
 def stop_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[int, ...]:
     """The token id of each word, spelled as in the text: " Answer" has its space, "Answer" none.
 
-    Names of presets in STOP_WORDS stand for their words. A special token is named as it is written.
-    Raises UserError if a word is not one token of the tokenizer, or a preset does not exist.
+    Names of STOP_WORDS stand for their words. UserError if a word is not one token.
     """
     if not words:
         return ()
@@ -61,9 +60,8 @@ def stop_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[int, ...]:
             found = [special[word]]
         if not found:
             raise UserError(
-                f"rollout.stop_words has {word!r}, which is not one token of the tokenizer; spell "
-                "a space before it as part of the word, or use rollout.stop_strings, which may "
-                "span tokens."
+                f"rollout.stop_words has {word!r}, which is not one token; spell a space before it "
+                "as part of the word, or use rollout.stop_strings."
             )
         ids.append(found[0])
     return tuple(dict.fromkeys(ids))

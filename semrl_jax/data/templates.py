@@ -17,19 +17,12 @@ _QUESTION = "{input}"
 
 
 class Format(NamedTuple):
-    """The text around questions and, in few-shot prompts, around answers.
+    """The text around questions and, in few-shot prompts, around answers."""
 
-    Attributes:
-      turn: text of one question, which replaces {input}.
-      answer: text between the turn of an example and its answer.
-      separator: text after the answer of each example.
-      before, after: text around all turns.
-    """
-
-    turn: str = _QUESTION
-    answer: str = ""
-    separator: str = "\n\n"
-    before: str = ""
+    turn: str = _QUESTION  # text of one question, which replaces {input}
+    answer: str = ""  # text between the turn of an example and its answer
+    separator: str = "\n\n"  # text after the answer of each example
+    before: str = ""  # text around all turns
     after: str = ""
 
     def text(self, question: str, shots: Sequence[tuple[str, str]] = ()) -> str:
@@ -166,15 +159,10 @@ _FIXED_DATE = (
 
 
 def _format(template: str, field: str) -> Format:
-    """The format of a template. The answer of an example follows a text of the user after a space.
+    """The format of a name in `TEMPLATES`, a text with {input} or a file of one; or UserError.
 
-    Args:
-      template: a name from `TEMPLATES`; a text that contains {input}; or the path of a UTF-8 file
-        with such a text. One line break at the end of the file is not part of the text.
-      field: the beginning of error messages.
-
-    Raises:
-      UserError: if it is none of these.
+    One line break at the end of the file is not part of the text. The answer of an example follows
+    a text of the user after a space.
     """
     if template in FORMATS:
         return FORMATS[template]
@@ -221,20 +209,13 @@ def is_chat(template: str) -> bool:
 
 
 def chat_template_text(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The tokenizer's chat template, which must exist; today's date in it is 26 July 2024.
-
-    A tokenizer may have another template for conversations with tools.
-    """
+    """The tokenizer's chat template, maybe that for tools; today's date in it is 26 July 2024."""
     text = tokenizer.get_chat_template(tools=list(tools) or None)
     return _FIXED_DATE + text if "strftime_now" in text else text
 
 
 def set_chat_template(tokenizer: Tokenizer, path: str, field: str) -> None:
-    """Gives the tokenizer the chat template of a UTF-8 file, a Jinja template.
-
-    It stays with the tokenizer where that is saved. `field` is the setting that names the file.
-    Raises UserError if the file cannot be read, or is empty or too long.
-    """
+    """Gives the tokenizer the chat template of a UTF-8 file, and saves it with it; or UserError."""
     tokenizer.chat_template = _read_text(path, f"{field}={path!r:.200}")
 
 
@@ -246,22 +227,16 @@ def prompt_renderer(
     shots: Sequence[tuple[str, str]] = (),
     field_prefix: str = "data.",
 ) -> Callable[[Sequence[str]], list[str]]:
-    """Makes the function from questions to prompt texts.
+    """Makes the function from questions to prompt texts; UserError for a template that fails.
 
     Args:
       template: see `chosen_template` and `_format`; or "chat", the tokenizer's chat template with
         the question as the user's message, up to the place where the assistant's message begins; or
-        "chat:TEXT", the same with TEXT, another template, as the message. A chat template that asks
-        for today's date gets 26 July 2024.
-      tokenizer: only its chat template is used.
+        "chat:TEXT", the same with TEXT, another template, as the message.
       system_prompt: the message before the user's, for "chat" only; "" is no message.
       shots: examples before the question, pairs of question and answer. With "chat" they are
         messages of user and assistant.
       field_prefix: stands before "template" in error messages.
-
-    Raises:
-      UserError: if the template is unknown, if the tokenizer has no chat template or its template
-        refuses these messages, or for a system prompt without "chat".
     """
     field = f"{field_prefix}template={template!r:.200}"
     template = chosen_template(template, tokenizer)
@@ -269,8 +244,7 @@ def prompt_renderer(
         form = _format(template, field)
         if system_prompt:
             raise UserError(
-                f"{field} takes no data.system_prompt={system_prompt!r:.200}; choose the template "
-                "'chat', or leave the system prompt out."
+                f"{field} takes no data.system_prompt={system_prompt!r:.200}; choose 'chat'."
             )
         return lambda questions: [form.text(question, shots) for question in questions]
     form = Format()

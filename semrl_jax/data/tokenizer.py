@@ -28,7 +28,7 @@ def character_tokenizer() -> Tokenizer:
     """Makes the tokenizer of 34 symbols: 32 characters, `<pad>` (0) and `<eos>` (1).
 
     It is byte-level BPE without merges, because transformers loads the tokenizer of every Qwen2
-    model as one, even if tokenizer_config.json says otherwise. Other characters are dropped.
+    model as one. Other characters are dropped.
     """
     import tokenizers
     import transformers
@@ -55,9 +55,7 @@ def character_tokenizer() -> Tokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE tokenizer with Qwen2's padding token, turn tokens and chat template.
 
-    The template writes `<|im_start|>role\\ntext<|im_end|>\\n`. A response ends at `<|im_end|>`.
-    `vocab_size` is at least 260; the result has fewer tokens if the texts have fewer. Raises
-    UserError if it is below 260.
+    `vocab_size` is at least 260, else UserError; fewer tokens if the texts have fewer.
     """
     num_fixed = 256 + 3  # every byte, so that any text can be written; padding, turn start and end
     if vocab_size <= num_fixed:
@@ -90,17 +88,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
     A tokenizer without a padding token, such as Llama's, gets the one that the directory's
     generation_config.json or config.json declares, if it is a special token. Otherwise it gets the
-    end token. This is safe, because masks alone mark padding.
-
-    Raises:
-      UserError: if there is no such directory, no tokenizer in it, no end token, or a file that
-        cannot be read.
+    end token. UserError if it has none, or cannot be read.
     """
     path = pathlib.Path(path)
     if not path.is_dir():
         raise UserError(
-            f"tokenizer directory {str(path)!r} does not exist; give a local Hugging Face "
-            "directory with a tokenizer.json."
+            f"tokenizer directory {str(path)!r} does not exist; give one with a tokenizer.json."
         )
     files = [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
     if not files:
@@ -171,8 +164,7 @@ def verifier_text(
 ) -> str:
     """Text of a response for a verifier, which is also the text that is recorded and shown.
 
-    It ends before the first end marker, which is a token or is written out in characters, and
-    before the first stop string. Other special tokens are left out.
+    It ends before the first end marker or stop string. Other special tokens are left out.
     """
     markers = {i for i, t in tokenizer.added_tokens_decoder.items() if str(t) in END_MARKERS}
     end = next((at for at, token in enumerate(ids) if int(token) in markers), len(ids))
@@ -182,11 +174,7 @@ def verifier_text(
 
 
 def check_same_tokens(field: str, path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
-    """Checks that a model's directory gives every token the id that the policy's tokenizer does.
-
-    Raises UserError, which begins with the field of the config that names the directory, and names
-    a token whose ids differ; or as `load_tokenizer`.
-    """
+    """UserError if a model's directory gives a token another id than the policy's tokenizer."""
     try:
         theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
     except UserError as error:
@@ -201,12 +189,9 @@ def check_same_tokens(field: str, path: str | os.PathLike[str], tokenizer: Token
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Hashes what decides the meaning of token ids.
+    """Hex SHA-256 over the vocabulary, the merges, the special tokens, and bos, eos and pad.
 
-    Returns:
-      Hex SHA-256 over the vocabulary, the merges, the special tokens among the added ones, and the
-      tokens of the roles bos, eos and pad. The role of the unknown token is left out: its default
-      differs between library versions.
+    The role of the unknown token is left out: its default differs between library versions.
     """
     merges = []
     if getattr(tokenizer, "is_fast", False):

@@ -29,26 +29,18 @@ _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 
 
 class Transcript(NamedTuple):
-    """A conversation up to the place where the policy's next message begins.
+    """A conversation up to the place where the policy's next message begins."""
 
-    Attributes:
-      messages: with a placeholder for each message of the policy, and marks for control tokens.
-      text: as the template renders them.
-    """
-
+    # With a placeholder for each message of the policy, and marks for control tokens
     messages: tuple[Mapping[str, str], ...]
-    text: str
+    text: str  # as the template renders them
 
 
 class Continued(NamedTuple):
-    """A transcript after a message of the policy and an answer; or the error of the template.
-
-    Attributes:
-      token_ids: of all text between the policy's message and its next one.
-    """
+    """A transcript after a message of the policy and an answer; or the error of the template."""
 
     transcript: Transcript | None
-    token_ids: list[int]
+    token_ids: list[int]  # of all text between the policy's message and its next one
     error: str = ""
 
 
@@ -76,8 +68,7 @@ class ChatTurns:
     ):
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
-                "an environment's messages need a chat template, and the tokenizer has none; give "
-                "the directory of model.path a chat_template.jinja."
+                "an environment needs a chat template; give model.path a chat_template.jinja."
             )
         self._tokenizer = tokenizer
         self._ends = frozenset(end_token_ids)
@@ -105,10 +96,8 @@ class ChatTurns:
     ) -> list[Continued]:
         """The transcripts after a message of the policy each, and an answer to it.
 
-        Args:
-          answers: messages of others.
-          last_tokens: of the policy's messages. If one ends a message, the template's own end
-            token is left out: Llama 3 ends a call with <|eom_id|>, others with <|eot_id|>.
+        If the policy's last token ends a message, the template's own end token is left out: Llama 3
+        ends a call with <|eom_id|>, others with <|eot_id|>.
         """
         longer = [
             (*transcript.messages, _own(PLACEHOLDER), *map(self._marked, answer))
@@ -136,18 +125,7 @@ class ChatTurns:
     def check(
         self, messages: Sequence[Mapping[str, str]], answer: Sequence[Mapping[str, str]]
     ) -> list[str]:
-        """Checks that the template keeps the policy's messages as they are.
-
-        Args:
-          messages: a prompt.
-          answer: to a message of the policy.
-
-        Returns:
-          Lines that a user should see.
-
-        Raises:
-          UserError: if it refuses the messages, or changes messages of the policy.
-        """
+        """UserError if the template changes the policy's messages; returns lines for the user."""
         first = tuple(map(self._marked, messages))
         reply = tuple(map(self._marked, answer))
         probes = (PLACEHOLDER, f"{PLACEHOLDER} y.", _THOUGHT, _BLANKS)
@@ -171,8 +149,7 @@ class ChatTurns:
         if plain is None or _after(rendered[0], PLACEHOLDER, last) is None:
             raise UserError(
                 "the tokenizer's chat template rewrites earlier messages when others follow, so "
-                f"that the policy's own tokens would not be the context of its next turn; {way_out}"
-                "."
+                f"the policy's own tokens would not be its context; {way_out}."
             )
         stripped = blanks != plain
         if stripped:
@@ -259,11 +236,7 @@ def _own(text: str) -> Mapping[str, Any]:
 
 
 def _after(before: str, own: str, text: str) -> str | None:
-    """What follows the policy's message `own` in a text that begins with `before`.
-
-    The template may put blanks between the two, which the policy writes itself. None if the text
-    begins in another way.
-    """
+    """What follows the policy's message in a text that begins with `before`, but for blanks."""
     if not text.startswith(before):
         return None
     begin = text.find(own, len(before))

@@ -26,42 +26,27 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 class Problem(NamedTuple):
-    """A problem of a benchmark.
+    """A problem of a benchmark."""
 
-    Attributes:
-      question: with its options, without the template.
-      answer: the reference: LaTeX or text, a number, or letters of options ("B", "ACD").
-      problem_type: such as "Algebra"; "" if the benchmark has no types.
-      kind: of the answer, one of `KINDS`.
-      letters: that may be answers of a choice, such as "ABCD".
-      choices: the texts of the options in the order of the letters, if they are known.
-      references: further right answers.
-    """
-
-    question: str
-    answer: str
-    problem_type: str = ""
-    kind: str = "math"
-    letters: str = ""
+    question: str  # with its options, without the template
+    answer: str  # the reference: LaTeX or text, a number, or letters of options ("B", "ACD")
+    problem_type: str = ""  # such as "Algebra"; "" if the benchmark has no types
+    kind: str = "math"  # of the answer, one of `KINDS`
+    letters: str = ""  # that may be answers of a choice, such as "ABCD"
+    # The texts of the options in the order of the letters, if they are known
     choices: tuple[str, ...] = ()
-    references: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()  # further right answers
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A benchmark; rows come from a .jsonl or .parquet file.
+    """A benchmark; rows come from a .jsonl or .parquet file."""
 
-    Attributes:
-      size: the published number of problems.
-      read: from a row to a problem; raises RowError, naming the field, for a bad row.
-      folder: of the file in `SOURCE`; "" is the name of the benchmark.
-      note: what is not known about the data; shown if a file has another size.
-    """
-
-    size: int
+    size: int  # the published number of problems
+    # From a row to a problem; raises RowError, naming the field, for a bad row
     read: Callable[[dict[str, Any]], Problem]
-    folder: str = ""
-    note: str = ""
+    folder: str = ""  # of the file in `SOURCE`; "" is the name of the benchmark
+    note: str = ""  # what is not known about the data; shown if a file has another size
 
     def url(self, name: str) -> str:
         """Where the file of the benchmark `name` can be fetched."""
@@ -72,8 +57,7 @@ class Benchmark:
 class BenchmarkReader:
     """Reads rows of a benchmark for `data.load_prompts`.
 
-    `columns` of its problems tell the grader the kind of the answer. With `keep_row` they hold the
-    row, too.
+    `columns` of its problems have the kind of the answer, and with `keep_row` the row.
     """
 
     benchmark: Benchmark
@@ -183,10 +167,7 @@ def choice_problem(
 def options_in(text: str, letters: str, mark: str) -> tuple[str, ...]:
     """The texts of the options in a text; () if it does not have one for each letter in this order.
 
-    Args:
-      text: such as "Which is 2? A. 1+0 B. 1+1".
-      letters: of all options.
-      mark: pattern of what introduces an option, with L for its letter.
+    `mark` is the pattern of what introduces an option, with L for its letter.
     """
     marks = [mark.replace("L", letter) for letter in letters]
     found = re.fullmatch(".*" + "(.*?)".join(marks) + "(.*)", text, re.DOTALL)

@@ -72,10 +72,7 @@ def _gaokao_math_qa(row: dict[str, Any]) -> Problem:
 
 
 def _chinese_choice_or_text(row: dict[str, Any]) -> Problem:
-    """A row with the letter in `choice_answer`, or with "" there and another answer.
-
-    If there is a letter, `answer` has the text of the option. This text is right, too.
-    """
+    """A row with the letter in `choice_answer`, or with "" there and another answer."""
     question, answer = text(row, "question"), text(row, "answer")
     if not optional_text(row, "choice_answer"):
         return Problem(question, answer)

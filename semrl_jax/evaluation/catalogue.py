@@ -43,11 +43,7 @@ def find(name: str) -> Benchmark:
 
 
 def members(field: str, name: str) -> tuple[str, ...]:
-    """The benchmarks that a name stands for: itself, or those of a group.
-
-    Raises:
-      UserError: if there is neither; it begins with the field, and lists what there is.
-    """
+    """The benchmarks that a name stands for: itself, or those of a group; else UserError."""
     if name in GROUPS:
         return GROUPS[name]
     known = names()
@@ -63,11 +59,7 @@ def members(field: str, name: str) -> tuple[str, ...]:
 
 
 def file_of(name: str, data_dir: str) -> pathlib.Path | None:
-    """The file of a benchmark below a directory; None if there is none.
-
-    It is NAME.jsonl, NAME.parquet, or test.jsonl in a directory NAME. The directory may also have
-    the name that it has in the reference implementation, such as "OlymMATH-EN-EASY".
-    """
+    """NAME.jsonl, NAME.parquet, or test.jsonl in a directory NAME or the release's; or None."""
     directory = pathlib.Path(data_dir)
     files = [f"{name}.jsonl", f"{name}.parquet", f"{name}/test.jsonl"]
     files.append(f"{find(name).folder or name}/test.jsonl")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -38,16 +38,9 @@ MAX_TICKS = 12
 def compare(evaluated: Mapping[str, Mapping[str, Figures]]) -> dict[str, Any]:
     """What `comparison.json` holds: the results of all policies, and differences from the first.
 
-    Args:
-      evaluated: by name of the policy, what `results.evaluate` returned with the same scores.
-
-    Returns:
-      `first`: name of the first policy. `results`: by policy. `differences`: by policy other than
-      the first, benchmark and figure, with the fields of `statistics.Difference`. Averages over
-      different benchmarks have none.
-
-    Raises:
-      UserError: if there is no policy, or a benchmark has other problems for one of them.
+    `differences` are by policy other than the first, benchmark and figure, with the fields of
+    `statistics.Difference`. Averages over different benchmarks have none. UserError if there is no
+    policy, or a benchmark has other problems for one of them.
     """
     if not evaluated:
         raise UserError("a comparison needs at least one policy.")
@@ -122,20 +115,16 @@ def _difference_text(found: Mapping[str, Any] | None) -> str:
     return f"\n({100 * found['difference']:+.1f} ±{50 * (high - low):.1f})"
 
 
-def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[str] = ()) -> Figure:
-    """Draws figures over the steps of runs, one panel per benchmark, with bands of 95 %.
+def draw_curves(steps: Mapping[str, Mapping[int, Results]]) -> Figure:
+    """Draws all accuracies of one run over its steps, or the first of them of several runs.
 
-    Args:
-      steps: results by step, by name of the run.
-      figures: to draw; default: all accuracies (pass@k, mean@n, ...) of one run. With several runs
-        the default is the first of them only.
+    There is one panel per benchmark, with bands of 95 %.
     """
     all_steps = sorted({step for by_step in steps.values() for step in by_step})
     rows = [found for by_step in steps.values() for found in by_step.values()]
     panels = list(dict.fromkeys(benchmark for found in rows for benchmark in found))
-    if not figures:
-        figures = main_figures(list(dict.fromkeys(n for found in rows for n in names_of(found))))
-        figures = figures[: 1 if len(steps) > 1 else MAX_LINES]
+    figures = main_figures(list(dict.fromkeys(n for found in rows for n in names_of(found))))
+    figures = figures[: 1 if len(steps) > 1 else MAX_LINES]
     left_out = len(panels) - MAX_PANELS
     panels = panels[:MAX_PANELS]
     num_columns = min(COLUMNS, max(len(panels), 1))
@@ -182,9 +171,7 @@ def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[st
     return figure
 
 
-def write_curves(
-    file: pathlib.Path, steps: Mapping[str, Mapping[int, Results]], figures: Sequence[str] = ()
-) -> None:
+def write_curves(file: pathlib.Path, steps: Mapping[str, Mapping[int, Results]]) -> None:
     """Writes `draw_curves` as PNG; the file is complete or missing."""
     with replacing(file) as out:
-        draw_curves(steps, figures).savefig(out, format="png", dpi=110)
+        draw_curves(steps).savefig(out, format="png", dpi=110)

@@ -28,30 +28,19 @@ ENVIRONMENT_SETTINGS = ("num_problems", "name", "n", "temperature", "top_p", "to
 
 
 class Entry(NamedTuple):
-    """A benchmark that `evaluation.benchmarks` names.
+    """A benchmark that `evaluation.benchmarks` names."""
 
-    Attributes:
-      entry: as in the config.
-      kind: "set" (one of `catalogue.names()`), "file", "environment" or "module".
-      target: the set, the path, the environment as `environment.name`, or the module.
-      name: of its results; "" for a module, whose problems have it.
-      settings: those given, as values of their types.
-    """
-
-    entry: str
-    kind: str
-    target: str
-    name: str
-    settings: Mapping[str, Any]
+    entry: str  # as in the config
+    kind: str  # "set" (one of `catalogue.names()`), "file", "environment" or "module"
+    target: str  # the set, the path, the environment as `environment.name`, or the module
+    name: str  # of its results; "" for a module, whose problems have it
+    settings: Mapping[str, Any]  # those given, as values of their types
 
 
 def benchmark_entries(evaluation: Section) -> list[Entry]:
-    """The benchmarks of `evaluation.benchmarks`, those of groups one by one.
+    """The benchmarks of `evaluation.benchmarks`, those of groups one by one; UserError if wrong.
 
     A set that is in a group and in another entry counts once, with the settings of the later entry.
-
-    Raises:
-      UserError: for an unknown name or setting, a value out of range, or one name for two.
     """
     found: dict[str, Entry] = {}
     grouped: set[str] = set()
@@ -79,8 +68,7 @@ def benchmark_entries(evaluation: Section) -> list[Entry]:
             name = settings.get("name") or _default_name(kind, target)
             if name in found and not (len(targets) > 1 or name in grouped):
                 raise UserError(
-                    f"{FIELD} has {found[name].entry!r} and {text!r} with the same name {name!r}, "
-                    "which names the results; rename one with :name=NAME."
+                    f"{FIELD}: {found[name].entry!r} and {text!r} are {name!r}; add :name=NAME."
                 )
             if len(targets) > 1:
                 grouped.add(name)
@@ -91,9 +79,7 @@ def benchmark_entries(evaluation: Section) -> list[Entry]:
 def benchmark_settings(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:
     """The settings of `EVALUATOR_SETTINGS` of each entry of `evaluation.benchmarks`, by its name.
 
-    Such as {"gsm8k": {"verifier": "benchmark", "n": 4}, "mine": {}}. What is missing is as in
-    `config.evaluation`. A named set has a verifier. Benchmarks of modules and of `evaluation.files`
-    are not in the result.
+    Such as {"gsm8k": {"verifier": "benchmark", "n": 4}, "mine": {}}. A named set has a verifier.
     """
     return {
         entry.name: ({"verifier": GRADER} if entry.kind == "set" else {})
@@ -117,14 +103,12 @@ def check_benchmarks(config: ml_collections.ConfigDict) -> None:
     is_remote = config.evaluation.metric_options.placement == "rollout"
     if config.evaluation.metrics and is_remote and environment_names(config):
         raise UserError(
-            "evaluation.metric_options.placement='rollout' and an environment: a replica sees one "
-            "turn alone; set it to 'trainer'."
+            "evaluation.metric_options.placement must be 'trainer': a replica sees one turn alone."
         )
     num_shots = [entry.settings.get("shots", config.evaluation.shots) for entry in entries]
     if any(num_shots) and not config.evaluation.shots_file:
         raise UserError(
-            f"{FIELD} asks for examples in the prompts, but evaluation.shots_file is empty; "
-            "name a .jsonl or .parquet file with question and answer."
+            f"{FIELD} asks for examples, but evaluation.shots_file is empty; name a file of them."
         )
 
 

@@ -38,33 +38,20 @@ SAMPLING = ("n", "temperature", "top_p", "top_k")
 
 
 class Evaluation(NamedTuple):
-    """Results of the weights of one step on the held-out problems.
+    """Results of the weights of one step on the held-out problems."""
 
-    Attributes:
-      scalars: `eval/<benchmark>/...`.
-      scored: all responses.
-      benchmarks: benchmark of each response.
-    """
-
-    scalars: dict[str, float]
-    scored: Scored
-    benchmarks: list[str]
+    scalars: dict[str, float]  # `eval/<benchmark>/...`
+    scored: Scored  # all responses
+    benchmarks: list[str]  # benchmark of each response
 
 
 class Benchmark(NamedTuple):
-    """The problems of one benchmark, and how they are evaluated.
+    """The problems of one benchmark, and how they are evaluated."""
 
-    Attributes:
-      name: the `data_source` of the problems.
-      problems: index among all problems, by place in the benchmark.
-      options: `config.evaluation` with the settings of this benchmark.
-      scores: of each way of sampling.
-    """
-
-    name: str
-    problems: tuple[int, ...]
-    options: ml_collections.ConfigDict
-    scores: Mapping[Plan, Sequence[ModuleType]]
+    name: str  # the `data_source` of the problems
+    problems: tuple[int, ...]  # index among all problems, by place in the benchmark
+    options: ml_collections.ConfigDict  # `config.evaluation` with the settings of this benchmark
+    scores: Mapping[Plan, Sequence[ModuleType]]  # of each way of sampling
 
     def first_sample(self, plan: Plan) -> int:
         """The sample indices of a plan follow those of earlier plans."""
@@ -74,23 +61,17 @@ class Benchmark(NamedTuple):
 
 @dataclasses.dataclass
 class Evaluator:
-    """Evaluates the weights of the last sync.
-
-    Attributes:
-      problems: problems with the same `data_source` are one benchmark.
-      scores: modules, see `evaluation.interface`.
-      settings: settings of single benchmarks, by name.
-      graders: verifier of each benchmark that has another one than the sampler.
-      measurer: None: nothing is measured here.
-    """
+    """Evaluates the weights of the last sync."""
 
     config: ml_collections.ConfigDict
-    problems: Sequence[data.PromptExample]
-    scores: Sequence[ModuleType]
+    problems: Sequence[data.PromptExample]  # problems with the same `data_source` are one benchmark
+    scores: Sequence[ModuleType]  # modules, see `evaluation.interface`
     sampler: Sampler | Ahead
+    # Settings of single benchmarks, by name
     settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    # Verifier of each benchmark that has another one than the sampler
     graders: Mapping[str, VerifierPool] = dataclasses.field(default_factory=dict)
-    measurer: Measurer | None = None
+    measurer: Measurer | None = None  # None: nothing is measured here
 
     def is_due(self, step: int) -> bool:
         """Whether the weights of this step are evaluated."""
@@ -147,8 +128,7 @@ class Evaluator:
 
         The group of a response is the index of its problem. A response depends on the seed of the
         config, the weights, the name of its benchmark, its place in it, and its sample index. With
-        the JAX engine, it also depends, by rounding, on the other responses of the call. Problems
-        whose prompt is too long have none.
+        the JAX engine, it also depends, by rounding, on the other responses of the call.
         """
         limit = self.config.rollout.max_prompt_tokens
         asked = {
@@ -233,11 +213,7 @@ def benchmarks_of(
     options: ml_collections.ConfigDict,
     settings: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Benchmark]:
-    """The benchmarks of the problems, by name.
-
-    Raises:
-      UserError: for a setting of a benchmark that is out of range, or a score with a wrong plan.
-    """
+    """The benchmarks of the problems, by name; UserError for a wrong setting or plan."""
     places: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
         places.setdefault(problem.data_source, []).append(index)
@@ -266,11 +242,7 @@ def figures_of(
     problems: Sequence[Sequence[Sample]],
     options: ml_collections.ConfigDict,
 ) -> dict[str, PerProblem]:
-    """The figures of all scores for one benchmark.
-
-    Raises:
-      UserError: if a score of the user fails or has a wrong result, or two have one name.
-    """
+    """The figures of all scores for one benchmark; UserError if a user's score fails."""
     figures: dict[str, PerProblem] = {}
     for score in dict.fromkeys(scores):
         with running("evaluation.scores", score, "per_problem"):

@@ -31,14 +31,7 @@ def response_table(
     with_logprobs: bool,
     is_graded: bool,
 ) -> pa.Table:
-    """Responses as a table, see `support.response_files`.
-
-    Args:
-      items: the group of a rollout is the place of its prompt.
-      prompts: all of them.
-      with_logprobs: whether the table has log-probabilities per token.
-      is_graded: whether the table has verdicts.
-    """
+    """Responses as a table, see `support.response_files`; a group is the place of its prompt."""
     arrays = ["prompt_ids", "response_ids"]
     arrays += ["rollout_logprobs", "rollout_raw_logprobs"] * with_logprobs
     columns = items.columns(arrays)
@@ -111,13 +104,10 @@ def write_states_index(
 def write_conversations(
     directory: pathlib.Path, *, only_correct: bool, system_prompt: str
 ) -> tuple[int, int]:
-    """Writes finished responses as conversations for `launch.sft`.
+    """Writes finished responses as conversations for `launch.sft`, in both of its row formats.
 
-    A row has `messages`, and `prompt` and `completion`, so that both row formats can be trained on.
-    A truncated response is left out: from it, a model would learn not to finish.
-
-    Returns:
-      How many conversations were written, and how many responses were left out as truncated.
+    A truncated response is left out: from it, a model would learn not to finish. Returns how many
+    were written, and how many were left out as truncated.
     """
     num_written = num_truncated = 0
     names = [*KEYS, "question", "prompt", "response", "finish_reason"]

@@ -23,16 +23,7 @@ def open_graders(
 ) -> dict[str, VerifierPool]:
     """The verifier of each benchmark that has one of its own; equal ones share a pool.
 
-    It is `evaluation.verifier`, or else the setting `verifier` of the benchmark.
-
-    Args:
-      stack: closes the pools.
-      config: of the run.
-      problems: of all benchmarks.
-      settings: by name of the benchmark.
-
-    Raises:
-      UserError: if a user's verifier cannot be used.
+    It is `evaluation.verifier`, or the setting `verifier` of the benchmark. The stack closes it.
     """
     graders: dict[str, VerifierPool] = {}
     pools: dict[str, VerifierPool] = {}

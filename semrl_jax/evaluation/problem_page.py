@@ -50,15 +50,8 @@ def write_page(
 ) -> None:
     """Writes the page; the file is complete or missing. It opens from a disk, without a server.
 
-    With several policies, their responses to a problem are side by side.
-
-    Args:
-      policies: samples by name of the policy.
-      found: `results.as_results` by name of the policy, for the table at the top.
-      title: of the page.
-      max_bytes: size of the page. If it would be larger, responses are cut in their middle, and
-        then fewer samples per problem are shown; the page says which. At least one sample per
-        problem stays, so a page of very many problems can still be larger.
+    Above `max_bytes`, responses are cut in their middle, and then fewer samples per problem are
+    shown, at least one; the page says which. `found` is the table at the top.
     """
     lengths = [len(sample.response) for samples in policies.values() for sample in samples]
     for limit, num_samples in _limits(policies):
@@ -122,11 +115,7 @@ class _Numbers(dict[str, int]):
 def _data(
     policies: Mapping[str, Sequence[Sample]], limit: int, num_samples: int | None
 ) -> tuple[str, list[bytes]]:
-    """The note on what is left out, and the script elements with the data.
-
-    The first element is the index, which the page reads at once. Then each problem has one with its
-    texts, which the page reads when the problem is opened.
-    """
+    """The note on what is left out, and the script elements: the index, then each problem's."""
     problems = _by_problem(policies)
     labels = sorted({name for s in policies.values() for sample in s for name in sample.metrics})
     benchmarks, types, finishes = _Numbers(), _Numbers(), _Numbers()

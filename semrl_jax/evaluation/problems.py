@@ -34,13 +34,9 @@ def load_problems(
 ) -> Sequence[data.PromptExample]:
     """The held-out problems of the task or of `evaluation.files`, and of `evaluation.benchmarks`.
 
-    Problems of one `data_source` are one benchmark. A prompt above the limit is kept, because it
-    counts as wrong, and reported. `columns` of a problem of a named set tell the grader the kind of
-    the answer. With `keep_columns`, columns also hold the rows of the files. `environments` has the
-    `environment_names` of the config.
-
-    Raises:
-      UserError: for a file, row, template or module that cannot be used, or equal names.
+    A prompt above the limit is kept, because it counts as wrong, and reported. `columns` of a
+    problem of a named set tell the grader the kind of the answer; with `keep_columns`, they also
+    hold the rows of the files. UserError for a file, row, template or module that cannot be used.
     """
     shared = {"keep_columns": keep_columns, "environments": environments}
     problems = list(held_out_problems(config, tokenizer, report, **shared))
@@ -60,8 +56,7 @@ def load_problems(
         taken = {problem.data_source for problem in problems}
         if twice := sorted({problem.data_source for problem in found} & taken):
             raise UserError(
-                f"{FIELD} has {entry.entry!r} with data_source {twice[0]!r}, which another "
-                "benchmark has too; it names the results, so rename one."
+                f"{FIELD} has {entry.entry!r} with data_source {twice[0]!r} of another; rename one."
             )
         problems += found
     return problems

@@ -35,18 +35,13 @@ class Plan(NamedTuple):
 
 
 class PerProblem(NamedTuple):
-    """One figure of a benchmark, as a value per problem; the figure is their weighted mean.
+    """One figure of a benchmark, as a value per problem; the figure is their weighted mean."""
 
-    Attributes:
-      values: [P], finite where the weight is above 0.
-      weights: [P], at least 0; None: all are 1. With the number of responses as weight of a mean
-        over responses, the figure is the mean over all responses.
-      with_error: whether the log of a training run has its standard error, too.
-    """
-
-    values: Float[np.ndarray, " P"]
+    values: Float[np.ndarray, " P"]  # [P], finite where the weight is above 0
+    # [P], at least 0; None: all are 1. With the number of responses as weight of a mean over
+    # responses, the figure is the mean over all responses
     weights: Float[np.ndarray, " P"] | None = None
-    with_error: bool = False
+    with_error: bool = False  # whether the log of a training run has its standard error, too
 
 
 def load_scores(names: Sequence[str]) -> list[ModuleType]:

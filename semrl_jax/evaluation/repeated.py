@@ -31,17 +31,12 @@ def num_samples(problems: Sequence[Sequence[Sample]]) -> int:
 def subset_sizes(
     problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
 ) -> tuple[int, ...]:
-    """The values of `evaluation.k`, each once, in ascending order.
-
-    Raises:
-      UserError: if one is below 1 or above the number of samples of a problem.
-    """
+    """The values of `evaluation.k`, each once, ascending; UserError for one above the samples."""
     fewest = min(map(len, problems), default=None)
     for k in options.k:
         if k < 1 or (fewest is not None and k > fewest):
             raise UserError(
-                f"evaluation.k={k} must be from 1 to the number of samples per problem, {fewest}; "
-                "set a smaller k, or a larger evaluation.n."
+                f"evaluation.k={k} must be from 1 to the {fewest} samples of a problem."
             )
     return tuple(sorted(set(options.k)))
 
@@ -65,10 +60,7 @@ def over_responses(
     value: Callable[[Sample], float],
     counts: Callable[[Sample], bool] = lambda sample: True,
 ) -> PerProblem:
-    """The mean over all sampled responses that count.
-
-    Its value of a problem is the mean over the responses to it; the weight is their number.
-    """
+    """The mean over all sampled responses that count; the weight of a problem is their number."""
     values, weights = np.zeros(len(problems)), np.zeros(len(problems))
     for place, samples in enumerate(problems):
         found = [value(s) for s in samples if s.finish_reason != NOT_SAMPLED and counts(s)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -21,7 +20,6 @@ from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.evaluator import figures_of
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample, by_problem
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.safe_files import write_json
 
 AVERAGE = "average"
 SIZES = ("num_problems", "num_samples", "num_not_sampled", "num_benchmarks")
@@ -42,21 +40,14 @@ Results = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The figures of a benchmark, or of an average over benchmarks.
+    """The figures of a benchmark, or of an average over benchmarks."""
 
-    Attributes:
-      values: by name of the figure; NaN if there is no response.
-      errors: standard error of each.
-      draws: of the bootstrap, [draws] each.
-      sizes: of SIZES.
-      problems: (place, question, reference) of each problem; (place, name, "") of the benchmarks
-        of an average.
-    """
-
-    values: Mapping[str, float]
-    errors: Mapping[str, float]
-    draws: Mapping[str, Float[np.ndarray, " draws"]]
-    sizes: Mapping[str, int]
+    values: Mapping[str, float]  # by name of the figure; NaN if there is no response
+    errors: Mapping[str, float]  # standard error of each
+    draws: Mapping[str, Float[np.ndarray, " draws"]]  # of the bootstrap, [draws] each
+    sizes: Mapping[str, int]  # of SIZES
+    # (place, question, reference) of each problem; (place, name, "") of the benchmarks of an
+    # average
     problems: tuple[tuple[int, str, str], ...]
 
 
@@ -69,17 +60,9 @@ def evaluate(
 ) -> dict[str, Figures]:
     """The figures of each benchmark and of the averages.
 
-    Args:
-      samples: of one policy.
-      scores: modules, see `evaluation.interface`.
-      options: `config.evaluation`.
-      groups: names of benchmarks by name of a group. The average over a group of which all
-        benchmarks were evaluated is "average/<group>". "average" is over all, if there are two.
-      own: options of the benchmarks that have others, by name.
-
-    Raises:
-      UserError: if a score fails, a benchmark has the name of an average, or a sample is there
-        twice.
+    The average over a group of which all benchmarks were evaluated is "average/<group>", and
+    "average" is over all, if there are two. `own` are options of benchmarks that have others.
+    UserError if a score fails, a benchmark has the name of an average, or a sample is there twice.
     """
     benchmarks: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -149,7 +132,7 @@ def _average(by_name: Mapping[str, Figures]) -> Figures:
 
 
 def as_results(evaluated: Mapping[str, Figures]) -> Results:
-    """What `results.json` holds; None for a figure without a response."""
+    """What `results.json` holds: shares in [0, 1], tokens, intervals of 95 %; None: no response."""
     found: Results = {}
     for name, figures in evaluated.items():
         found[name] = row = {}
@@ -159,24 +142,6 @@ def as_results(evaluated: Mapping[str, Figures]) -> Results:
             row[f"{key}_stderr"] = _number(figures.errors[key])
         row.update(figures.sizes)
     return found
-
-
-def results(
-    samples: Sequence[Sample],
-    scores: Sequence[ModuleType],
-    options: ml_collections.ConfigDict,
-    groups: Mapping[str, Sequence[str]] | None = None,
-) -> Results:
-    """`as_results` of `evaluate`: figures, intervals and sizes by benchmark.
-
-    Accuracies and fractions are in [0, 1], lengths in tokens. An interval has 95 %.
-    """
-    return as_results(evaluate(samples, scores, options, groups))
-
-
-def write_results(file: pathlib.Path, found: Mapping[str, Any]) -> None:
-    """Writes results or a comparison as JSON, without NaN; the file is complete or missing."""
-    write_json(file, found)
 
 
 def _number(value: float) -> float | None:

@@ -20,17 +20,10 @@ NOT_SAMPLED = "prompt_too_long"  # finish reason of the samples of a problem tha
 
 
 class Sample(NamedTuple):
-    """One response to one problem; a row of samples.parquet, see `support.response_files.COLUMNS`.
-
-    Attributes:
-      group_id: place of the problem in the benchmark, from 0.
-      finish_reason: of the rollout; or NOT_SAMPLED. Such a sample is wrong and has no tokens.
-      metrics: value by label, such as "effective_rank_velocity"; NaN where not valid.
-      turn_characters, turn_rewards: of an episode.
-    """
+    """One response to one problem; a row of samples.parquet, see `response_files.COLUMNS`."""
 
     benchmark: str
-    group_id: int
+    group_id: int  # place of the problem in the benchmark, from 0
     sample_index: int
     question: str
     reference: str
@@ -42,11 +35,12 @@ class Sample(NamedTuple):
     score: float
     boxed: bool
     verifier_error: str
-    finish_reason: str
+    finish_reason: str  # of the rollout; or NOT_SAMPLED. Such a sample is wrong and has no tokens
     num_tokens: int
     mean_logprob: float
+    # Value by label, such as "effective_rank_velocity"; NaN where not valid
     metrics: Mapping[str, float]
-    turn_characters: Sequence[int] = ()
+    turn_characters: Sequence[int] = ()  # of an episode
     turn_rewards: Sequence[float] = ()
 
     @property
@@ -78,13 +72,7 @@ def sampled(
     first_sample: int,
     text: Callable[[np.ndarray], str],
 ) -> list[Sample]:
-    """The samples of scored responses.
-
-    Args:
-      problems: place in its benchmark and problem of each group.
-      first_sample: the smallest sample index of the rollouts.
-      text: of token ids, with special tokens.
-    """
+    """The samples of scored responses; `problems` has place and problem of each group."""
     columns = items.columns(["turn_rewards"], text)
     samples = []
     for values in zip(*columns.values()):
@@ -138,11 +126,7 @@ def write_samples(file: pathlib.Path, samples: Sequence[Sample]) -> None:
 
 
 def read_samples(file: pathlib.Path) -> list[Sample]:
-    """The samples of a file, in its order. Other columns are ignored.
-
-    Raises:
-      UserError: naming the file and what is wrong, if it is missing or no file of samples.
-    """
+    """The samples of a file, in its order; UserError if it is missing or no file of samples."""
     if not file.is_file():
         raise UserError(f"{file} is not a file; name a samples.parquet of an evaluation.")
     tables = response_files.batches(file, COLUMNS, (METRICS, *OF_EPISODES))

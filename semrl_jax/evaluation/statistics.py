@@ -41,17 +41,11 @@ def standard_error(figure: PerProblem) -> float:
 
 
 class Difference(NamedTuple):
-    """A figure of one policy less that of another, on the same problems.
+    """A figure of one policy less that of another, on the same problems."""
 
-    Attributes:
-      difference: NaN if one of the figures has no response.
-      interval: bounds of its 95 % interval.
-      share_above: share of the draws in which the first policy has the higher figure.
-    """
-
-    difference: float
-    interval: tuple[float, float]
-    share_above: float
+    difference: float  # NaN if one of the figures has no response
+    interval: tuple[float, float]  # bounds of its 95 % interval
+    share_above: float  # share of the draws in which the first policy has the higher figure
 
 
 def bootstrap(

@@ -43,16 +43,12 @@ SHORT_NAMES = {
 
 
 class Options(NamedTuple):
-    """How questions become prompts.
+    """How questions become prompts."""
 
-    Attributes:
-      template: as data.template; "" chooses the template of the run's task, or the tokenizer's
-        chat template if it has one, or "plain".
-      multi_turn: whether a prompt has the questions and responses before it; None: with the chat
-        template.
-    """
-
+    # See data.template; "" chooses the template of the run's task, or the tokenizer's chat
+    # template if it has one, or "plain"
     template: str = ""
+    # Whether a prompt has the questions and responses before it; None: with the chat template
     multi_turn: bool | None = None
 
 
@@ -62,20 +58,10 @@ def chat(
     options: Options,
     questions: Callable[[], str] | None = None,
 ) -> int:
-    """Answers questions until there are no more.
+    """Answers questions until there are no more; returns 0, or 2 if one of a file had no response.
 
-    Args:
-      config: settings of data, rollout and evaluation (sampling and metrics); `model.path` is not
-        read. `data.template` is not read either.
-      source: the policy.
-      options: how questions become prompts.
-      questions: gives the next one, or raises EOFError; None: lines of standard input.
-
-    Returns:
-      The exit code: 0; or 2 if standard input is no terminal and a question had no response.
-
-    Raises:
-      UserError: for a wrong setting, policy or replica.
+    UserError for a wrong setting, policy or replica. `config.model.path` and `data.template` are
+    not read. `questions` gives the next one, or raises EOFError; None: lines of standard input.
     """
     reporter = Reporter()
     config = config.copy_and_resolve_references()
@@ -109,12 +95,7 @@ def open_talk(
     reporter: Reporter,
     environments: EnvironmentPools | None = None,
 ) -> Iterator[tuple[Inference, Measuring | None]]:
-    """What answers one request at a time with the weights of a policy, and what measures it.
-
-    Args:
-      policy, tokenizer: of the source, see `build_policy`.
-      environments: as of `open_inference`.
-    """
+    """What answers one request at a time with the weights of a policy, and what measures it."""
     with contextlib.ExitStack() as stack:
         measuring = open_measuring(config, policy, stack)
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="semrl-chat-"))
@@ -150,10 +131,7 @@ def encoded_question(
     template: str,
     turns: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
-    """The tokens of a prompt, as in training; `turns` are earlier questions and responses.
-
-    Raises UserError if the template refuses it.
-    """
+    """The tokens of a prompt, as in training, after earlier `turns`; or UserError."""
     system_prompt = config.data.system_prompt
     render = prompt_renderer(template, tokenizer, system_prompt=system_prompt, shots=turns)
     prefix = data.special_prefix(tokenizer, template, config.data.add_special_tokens)
@@ -167,10 +145,7 @@ def is_of_the_task(tokenizer: Any) -> bool:
 
 
 class Conversation:
-    """Asks a policy; remembers the questions and responses if it has several turns.
-
-    `template` and `multi_turn` are as in `Options`; `measuring` is None if nothing is measured.
-    """
+    """Asks a policy; remembers the questions and responses if it has several turns."""
 
     def __init__(
         self,
@@ -189,11 +164,7 @@ class Conversation:
         self._turns.clear()
 
     def ask(self, question: str) -> tuple[Scored, float]:
-        """The response and the seconds that it took.
-
-        Raises:
-          UserError: if the prompt has no token or too many, or the template refuses it.
-        """
+        """The response and its seconds; UserError if the prompt is refused, empty or too long."""
         prompt_ids, config = self._prompt_ids(question), self._inference.config
         seed = stream_seed(config.seed, GENERATION, self._count, 0)
         scored, seconds = asked(self._inference, self._measuring, self._count, prompt_ids, seed)
@@ -228,12 +199,7 @@ def asked(
     seed: int,
     row: str = "",
 ) -> tuple[Scored, float]:
-    """The response to one prompt, and the seconds that it took.
-
-    Args:
-      group: number of the prompt.
-      row: of the prompt, see `data.PromptExample`.
-    """
+    """The response to one prompt, and the seconds that it took; `row` is of the prompt."""
     options = inference.config.evaluation
     started = time.monotonic()
     scored = inference.sampler.sample(

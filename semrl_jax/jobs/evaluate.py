@@ -51,6 +51,7 @@ from semrl_jax.sampling.prompt_sources import check_prompts
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.safe_files import write_json
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import batch_scores, find_reward_model
 from semrl_jax.training.rollout_batch import pad_batch
@@ -103,18 +104,9 @@ def evaluate(
 ) -> int:
     """Samples, grades and scores the responses of all policies, and compares the policies.
 
-    Args:
-      config: settings of rollout and evaluation; `model.path` is not read.
-      sources: the policies. Those of one run share the replicas.
-      output: results of a single policy are in it, of several in a directory each below it.
-      only_check: check everything that can be checked without sampling, and write nothing.
-      quiet: print only the last block and what needs attention.
-
-    Returns:
-      The exit code: 0, or 75 after a signal.
-
-    Raises:
-      UserError: for a wrong setting, file, policy or replica.
+    The results of a single policy are in `output`, of several in a directory each below it. With
+    `only_check` nothing is sampled or written. `config.model.path` is not read. Returns 0, or 75
+    after a signal; UserError for a wrong setting, file, policy or replica.
     """
     places = {source: output if len(sources) == 1 else output / source.name for source in sources}
 
@@ -240,15 +232,13 @@ def _check_plans(evaluator: Evaluator) -> None:
     for name, benchmark in evaluator.benchmarks.items():
         if results.is_average(name):
             raise UserError(
-                f"a benchmark has the name {name!r:.100}, which results.json needs; rename it "
-                "with FILE:name=NAME."
+                f"a benchmark is named {name!r:.100}, as results.json needs; set FILE:name=NAME."
             )
         if len(benchmark.scores) > 1:
             names = [scores[0].__name__.rpartition(".")[2] for scores in benchmark.scores.values()]
             raise UserError(
-                f"evaluation.scores: {' and '.join(map(repr, names))} sample in different ways, "
-                "but an evaluation samples each benchmark once; choose one of them, and set "
-                "evaluation.n and temperature."
+                f"evaluation.scores: {' and '.join(map(repr, names))} sample in different ways; "
+                "choose one, and set evaluation.n and temperature."
             )
 
 
@@ -317,7 +307,7 @@ def _evaluate_policy(
     found = results.as_results(figures)
     for name, values in over_set.items():
         found[name] |= {f"metrics/{label}": value for label, value in values.items()}
-    results.write_results(directory.path / "results.json", found)
+    write_json(directory.path / "results.json", found)
     problem_page.write_page(
         directory.path / "page.html", {source.name: samples}, {source.name: found}, source.name
     )
@@ -331,7 +321,7 @@ def _evaluate_policy(
 def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter: Reporter) -> None:
     """Writes comparison.json and page.html, and curves.png if a run has several steps."""
     compared = comparison.compare({item.source.name: item.figures for item in found})
-    results.write_results(output / "comparison.json", compared)
+    write_json(output / "comparison.json", compared)
     reporter.table(comparison.comparison_table(compared))
     samples = {item.source.name: read_samples(item.directory / SAMPLES) for item in found}
     problem_page.write_page(output / "page.html", samples, compared["results"], output.name)
@@ -374,8 +364,7 @@ def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -
     )
     if [(s.benchmark, s.group_id, s.sample_index) for s in samples] != list(expected):
         raise UserError(
-            f"{file} does not have all responses to {call.benchmark.name!r:.100}; remove it, and "
-            "the same command samples them again."
+            f"{file} lacks responses to {call.benchmark.name!r:.100}; remove it and start again."
         )
 
 

@@ -42,19 +42,12 @@ FIELDS = (
 
 
 class Contents(NamedTuple):
-    """What is generated.
+    """What is generated."""
 
-    Attributes:
-      num_prompts: rows that are read, at most; 0 is all.
-      logprobs: whether log-probabilities per token are written.
-      states: hidden states that are written; None: none.
-      conversations: "none", or "all" or "correct" responses as conversations.
-    """
-
-    num_prompts: int = 0
-    logprobs: bool = False
-    states: HiddenStateParams | None = None
-    conversations: str = "none"
+    num_prompts: int = 0  # rows that are read, at most; 0 is all
+    logprobs: bool = False  # whether log-probabilities per token are written
+    states: HiddenStateParams | None = None  # hidden states that are written; None: none
+    conversations: str = "none"  # "none", or "all" or "correct" responses as conversations
 
 
 class Call(NamedTuple):
@@ -86,20 +79,8 @@ def generate(
 ) -> int:
     """Samples `evaluation.n` responses to each prompt of `data.files`.
 
-    Args:
-      config: settings of data, rollout and evaluation: sampling, verifier and metrics;
-        `model.path` is not read.
-      source: the policy.
-      output: directory of the results.
-      contents: what is generated.
-      only_check: check everything that can be checked without sampling, and write nothing.
-      quiet: print only the last block and what needs attention.
-
-    Returns:
-      The exit code: 0, or 75 after a signal.
-
-    Raises:
-      UserError: for a wrong setting, file, policy or replica.
+    With `only_check` nothing is sampled or written. `config.model.path` is not read. Returns 0, or
+    75 after a signal; UserError for a wrong setting, file, policy or replica.
     """
 
     def work(reporter: Reporter, stop: StopRequest) -> None:
@@ -180,20 +161,14 @@ def _generate(
 
 
 class Generation(NamedTuple):
-    """What the calls need.
-
-    Attributes:
-      prompts: the group of a response is the place of its prompt.
-      grader: None: nothing is graded.
-      measuring: None: nothing is measured.
-    """
+    """What the calls need."""
 
     inference: Inference
-    prompts: Sequence[data.PromptExample]
+    prompts: Sequence[data.PromptExample]  # the group of a response is the place of its prompt
     contents: Contents
     directory: ResultDirectory
-    grader: VerifierPool | None
-    measuring: Measuring | None
+    grader: VerifierPool | None  # None: nothing is graded
+    measuring: Measuring | None  # None: nothing is measured
 
     def sample(self, call: Call, arrived: Callable[[Rollout], None], *, num_calls: int) -> Part:
         """Samples a call."""
@@ -280,8 +255,7 @@ def check_layers(states: HiddenStateParams | None, architecture: models.DecoderC
     for layer in states.layers if states else ():
         if not -1 <= layer <= architecture.num_layers:
             raise UserError(
-                f"--hidden_states has {layer}, but the model has {architecture.num_layers} layers; "
-                f"choose from 0 to {architecture.num_layers}, or -1 for the final one."
+                f"--hidden_states has {layer}; choose from 0 to {architecture.num_layers}, or -1."
             )
 
 

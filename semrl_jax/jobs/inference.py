@@ -36,17 +36,13 @@ from semrl_jax.support.errors import UserError
 
 @dataclasses.dataclass
 class Inference:
-    """A policy's architecture, tokenizer and replicas.
-
-    Attributes:
-      sampler: has no verifier.
-    """
+    """A policy's architecture, tokenizer and replicas."""
 
     config: ml_collections.ConfigDict
     policy: models.Policy
     tokenizer: Any
     mesh: Mesh
-    sampler: Sampler
+    sampler: Sampler  # has no verifier
 
     def load(self, source: PolicySource) -> str:
         """Sends the weights to the replicas; returns their digest."""
@@ -62,11 +58,7 @@ class Inference:
 def check_inference(
     config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any
 ) -> Mesh:
-    """The mesh; UserError if the model does not fit it or the limits. Reads rollout.addresses_file.
-
-    Args:
-      policy, tokenizer: of the directory `config.model.path`.
-    """
+    """The mesh; UserError if the model does not fit it or the limits. Reads addresses_file."""
     mesh = models.make_mesh(config.mesh.to_dict())
     take_addresses(config)
     check_model_limits(config, policy.config, tokenizer)
@@ -80,11 +72,7 @@ def check_inference(
 def open_measuring(
     config: ml_collections.ConfigDict, policy: models.Policy, stack: contextlib.ExitStack
 ) -> Measuring | None:
-    """What measures the responses if `config.evaluation.metrics`; the stack closes it.
-
-    Raises:
-      UserError: if a metric cannot be used.
-    """
+    """What measures the responses if `config.evaluation.metrics`; or UserError."""
     if not config.evaluation.metrics:
         return None
     options = config.evaluation.metric_options
@@ -105,18 +93,10 @@ def open_inference(
     stop: StopRequest,
     environments: EnvironmentPools | None = None,
 ) -> Iterator[Inference]:
-    """Connects to the replicas of `config.rollout`, in one process.
+    """Connects to the replicas of `config.rollout`, in one process; UserError if one is unfit.
 
-    Args:
-      config: `model.path` names a directory with the architecture.
-      policy, tokenizer: of that directory, see `build_policy`.
-      directory: a child process writes its settings and output below it.
-      run_id: of the replicas' weights.
-      num_requests: the largest number of responses of one call.
-      environments: None or without a name: all prompts have a single turn.
-
-    Raises:
-      UserError: if the model or a replica cannot be used.
+    `config.model.path` names a directory with the architecture. A child process writes below
+    `directory`. `num_requests` is the largest number of responses of one call.
     """
     mesh = check_inference(config, policy, tokenizer)
     with open_client(
@@ -147,14 +127,7 @@ def dry_run_policy(
     reporter: Reporter,
     *counts: str,
 ) -> None:
-    """Checks what sampling from a policy needs: weights, mesh, limits, replicas, directory.
-
-    Args:
-      config: see `open_inference`.
-      policy, tokenizer: of the source.
-      output: directory of the results.
-      counts: what would be sampled, for the summary.
-    """
+    """Checks what sampling from a policy needs: weights, mesh, limits, replicas, directory."""
     summary = Summary(reporter)
     check_inference(config, policy, tokenizer)
     source.check(policy)

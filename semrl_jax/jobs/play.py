@@ -35,17 +35,8 @@ def play(
 ) -> int:
     """Plays held-out tasks of `environment.name`, the first one at once, until there is no line.
 
-    Args:
-      config: settings of environment, rollout and evaluation (sampling and metrics); `model.path`
-        is not read.
-      source: the policy.
-      lines: gives the next one, or raises EOFError; None: lines of standard input.
-
-    Returns:
-      The exit code, 0.
-
-    Raises:
-      UserError: for a wrong setting, environment, policy or replica.
+    `lines` gives the next one, or raises EOFError; None: lines of standard input. Returns 0;
+    UserError for a wrong setting, environment, policy or replica.
     """
     reporter = Reporter()
     config = config.copy_and_resolve_references()

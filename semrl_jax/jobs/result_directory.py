@@ -50,28 +50,15 @@ class ResultDirectory:
 
     Its record has what decides the responses. `parts/` has the responses of finished calls, and
     samples.parquet those of finished benchmarks.
-
-    Attributes:
-      run_id: of the weights on the replicas, the same at every start.
-      lock: closing it releases the directory.
-      record: name of the file with the record.
     """
 
     path: pathlib.Path
-    run_id: str
-    lock: Any
-    record: str = RECORD
+    run_id: str  # of the weights on the replicas, the same at every start
+    lock: Any  # closing it releases the directory
+    record: str = RECORD  # name of the file with the record
 
     def check(self, shared: Mapping[str, Any], benchmarks: Mapping[str, Mapping[str, Any]]) -> None:
-        """Records what decides the responses; compares it with the record of earlier responses.
-
-        Args:
-          shared: settings of all benchmarks.
-          benchmarks: settings by benchmark.
-
-        Raises:
-          UserError: if a setting has changed.
-        """
+        """Records what decides the responses; UserError if it is another than earlier."""
         record = self._record()
         for name, new in {"": shared, **benchmarks}.items():
             old = record["benchmarks"].get(name, {}) if name else record.get("settings", {})
@@ -127,20 +114,14 @@ class ResultDirectory:
             found.setdefault(sample.benchmark, []).append(sample)
         if unknown := found.keys() - self._record()["benchmarks"].keys():
             raise UserError(
-                f"{file} has responses to {min(unknown)!r:.100}, which {self.record} does not "
-                "know; it is the file of another evaluation, so remove it or name a new directory."
+                f"{file} has {min(unknown)!r:.100}, which {self.record} does not know; remove it."
             )
         return found
 
     def finish(
         self, samples: Sequence[Sample], over_set: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Writes the samples of all benchmarks and removes the parts.
-
-        Args:
-          samples: of finished benchmarks, earlier ones included.
-          over_set: metrics over all responses, by benchmark.
-        """
+        """Writes the samples of all benchmarks, and metrics over them, and removes the parts."""
         record = self._record()
         for name, values in over_set.items():
             record["benchmarks"][name]["over_set"] = dict(values)
@@ -168,15 +149,7 @@ class ResultDirectory:
 
 
 def open_results(path: pathlib.Path, name: str = RECORD) -> ResultDirectory:
-    """Makes or reopens a directory of results, and locks it for this process.
-
-    Args:
-      path: of the directory.
-      name: of its record.
-
-    Raises:
-      UserError: if it cannot be written, holds something else, or another process uses it.
-    """
+    """Makes or reopens a directory of results, locked for this process; UserError if it cannot."""
     path = path.absolute()
     try:
         if path.exists() and not path.is_dir():
@@ -184,10 +157,7 @@ def open_results(path: pathlib.Path, name: str = RECORD) -> ResultDirectory:
         contents = {entry.name for entry in path.iterdir()} if path.exists() else set()
         before = {*MADE_BEFORE_RECORD, name.replace(".json", ".writing")}
         if name not in contents and contents - before:
-            raise UserError(
-                f"--output={path} is not empty and has no record of earlier responses ({name} is "
-                "missing); name a new directory."
-            )
+            raise UserError(f"--output={path} is not empty and lacks {name}; name a new directory.")
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / ".lock", "a", opener=through_no_link)  # noqa: SIM115 - see close()
     except OSError as error:
@@ -210,8 +180,7 @@ def open_results(path: pathlib.Path, name: str = RECORD) -> ResultDirectory:
     except BlockingIOError:
         lock.close()
         raise UserError(
-            f"--output={path} belongs to a process that is still running; stop it or name "
-            "another directory."
+            f"--output={path} belongs to a running process; stop it or name another directory."
         ) from None
     except BaseException:
         lock.close()

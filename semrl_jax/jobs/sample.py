@@ -56,11 +56,7 @@ FIELDS = (
 def workers(
     config: ml_collections.ConfigDict,
 ) -> Iterator[Callable[[Callable[[Call], None], Sequence[Call]], None]]:
-    """A function that does the calls: one after the other, or two at a time.
-
-    vLLM samples two calls together, so that no slot is idle at the end of a call. The JAX engine
-    would sample them one after the other.
-    """
+    """A function that does the calls one after the other, or two at a time, which vLLM joins."""
     if config.rollout.engine == "jax" and not config.rollout.addresses:
         yield lambda work, calls: collections.deque(map(work, calls), maxlen=0)
         return
@@ -101,14 +97,7 @@ class Progress:
 
 
 def resumable(work: Callable[[Reporter, StopRequest], None], *, quiet: bool) -> int:
-    """Does the work of a command that a signal stops, and that continues when it is started again.
-
-    Args:
-      quiet: print only the last block and what needs attention.
-
-    Returns:
-      The exit code: 0, or EXIT_PREEMPTED after a signal.
-    """
+    """Does the work of a command that a signal stops (returns 75) and a new start continues."""
     reporter, stop = Reporter(quiet=quiet), StopRequest(GRACE_S, EXIT_PREEMPTED)
     try:
         with stop.installed(), compilation.watching(reporter.line):
@@ -139,12 +128,7 @@ def sample_calls(
     stop: StopRequest,
     name: str,
 ) -> None:
-    """Samples the calls that have no part yet, and writes a part for each.
-
-    Args:
-      sample: samples a call, and calls the function for each response.
-      name: of the progress.
-    """
+    """Samples the calls that have no part yet, and writes a part for each."""
     todo = [call for call in calls if not directory.has_part(call.part)]
     total, count = (sum(call.num_responses for call in some) for some in (calls, todo))
     if count < total:

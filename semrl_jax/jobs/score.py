@@ -87,14 +87,7 @@ def check_file(file: pathlib.Path) -> None:
 
 
 def check_rows(file: pathlib.Path, fields: Fields, *, takes_row: bool) -> None:
-    """Reads all rows, so that a bad one is named before any is graded.
-
-    Args:
-      takes_row: whether the verifier takes the row of the prompt.
-
-    Raises:
-      UserError: if there is no row, or one of them cannot be graded; see `score`.
-    """
+    """Reads all rows, so that a bad one is named before any is graded; UserError for it."""
     names: list[str] | None = None
     for batch in _batches(file, fields, takes_row):
         if names is None and batch.samples:
@@ -108,14 +101,7 @@ def check_rows(file: pathlib.Path, fields: Fields, *, takes_row: bool) -> None:
 def score(file: pathlib.Path, output: pathlib.Path, pool: VerifierPool, fields: Fields) -> Tally:
     """Grades all rows, in constant memory; writes them with the verdicts, and prints a summary.
 
-    Args:
-      file: .jsonl or .parquet, see `check_rows`.
-      output: file of the same kind; it is complete or missing.
-      pool: the verifier. A user's verifier that takes a row gets the row of the prompt.
-      fields: names of the fields of the rows.
-
-    Raises:
-      UserError: for a row that cannot be graded; the message names the row and the field.
+    The output is complete or missing. UserError names a row that cannot be graded, and the field.
     """
     tally = Tally()
     started_s = reported_s = time.monotonic()
@@ -204,13 +190,11 @@ def _prompt_row(values: Mapping[str, Any], field: str) -> str:
         is_object = False
     if not is_object:
         raise data.RowError(
-            f"field {field!r} must be a JSON object, the row of the prompt, not {value!r:.80}; "
-            "name another field by --row."
+            f"field {field!r} must be a JSON object, not {value!r:.80}; name another by --row."
         )
     if len(value) > MAX_COLUMNS_CHARS:
         raise data.RowError(
-            f"the row of the prompt has {len(value)} characters, and a verifier gets at most "
-            f"{MAX_COLUMNS_CHARS}; shorten it."
+            f"the row of the prompt has more than {MAX_COLUMNS_CHARS} characters; shorten it."
         )
     return value
 

@@ -80,19 +80,11 @@ class Planned(NamedTuple):
         ]  # fmt: skip
 
 
-def variants_of(
-    vary: Sequence[str], variants: Sequence[str], count: int = 0, seed: int = 0
-) -> list[Variant]:
-    """The variants of a sweep.
+def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) -> list[Variant]:
+    """The variants of a sweep; UserError for an entry of another form, or two equal ones.
 
-    Args:
-      vary: FIELD=VALUE,VALUE: all combinations.
-      variants: "FIELD=VALUE FIELD=VALUE": one variant each, in addition; "" is the config itself.
-      count: of combinations, drawn without replacement; 0: all.
-      seed: of the draw.
-
-    Raises:
-      UserError: for an entry of another form, or two equal variants.
+    `vary` has FIELD=VALUE,VALUE, all combinations, or `count` drawn of them; `variants` has
+    "FIELD=VALUE FIELD=VALUE", one each in addition; "" is the config itself.
     """
     axes = []
     for entry in vary:
@@ -106,7 +98,7 @@ def variants_of(
             raise UserError(
                 f"--random={count} is more than the {len(found)} combinations of --vary."
             )
-        found = random.Random(seed).sample(found, count)
+        found = random.Random(0).sample(found, count)
     for entry in variants:
         pairs = [part.partition("=") for part in entry.split()]
         if any(not (field and sign) for field, sign, _ in pairs):
@@ -123,13 +115,7 @@ def variants_of(
 def plan(
     variants: Sequence[Variant], seeds: Sequence[int], output: pathlib.Path, num_steps: int
 ) -> list[Planned]:
-    """All runs, seed by seed, so that every variant has as many seeds at any time.
-
-    Variants that do not set `training.num_steps` have `num_steps`.
-
-    Raises:
-      UserError: if a variant sets it to no whole number.
-    """
+    """All runs, seed by seed, so that every variant has as many seeds at any time."""
     found = []
     for variant in variants:
         own = dict(variant.settings).get("training.num_steps", str(num_steps))
@@ -144,12 +130,7 @@ def plan(
 
 
 class Sweep:
-    """Starts the runs that are not finished, `slots` at a time.
-
-    Args:
-      arguments: further ones of launch.train.
-      slots: further arguments of the run in each slot, such as its replicas.
-    """
+    """Starts the runs that are not finished; a slot has further arguments of one run at a time."""
 
     def __init__(
         self, arguments: Sequence[str], slots: Sequence[Sequence[str]], reporter: Reporter
@@ -160,11 +141,7 @@ class Sweep:
         self._signal = 0
 
     def check(self, planned: Sequence[Planned]) -> None:
-        """Makes the dry run of one seed of each variant that has no directory yet.
-
-        Raises:
-          UserError: with the line of the first that fails.
-        """
+        """Makes the dry run of one seed of each new variant; UserError of the first that fails."""
         first = {run.variant: run for run in reversed(planned) if not run.workdir.exists()}
         for run in reversed(first.values()):
             command = [*self._command, *self._slots[0], *run.flags(), "--dry_run"]
@@ -175,11 +152,7 @@ class Sweep:
             self._reporter.line(f"checked: {run.variant.name}")
 
     def run(self, planned: Sequence[Planned]) -> int:
-        """Runs to the end; returns 0, 75 after a signal, or 1 if a run has failed.
-
-        Raises:
-          UserError: if a run ends with a mistake.
-        """
+        """Runs to the end; returns 0, 75 after a signal, or 1 if one failed; UserError: mistake."""
         waiting = collections.deque(run for run in planned if not run.is_finished)
         total, failed = len(planned), []
         handlers = {n: signal.signal(n, self._end) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -256,11 +229,7 @@ def _last_line(file: pathlib.Path) -> str:
 
 
 def summarize(planned: Sequence[Planned], output: pathlib.Path, reporter: Reporter) -> None:
-    """Prints the table, and writes sweep.csv, sweep.png and report.html.
-
-    Raises:
-      UserError: if no run has logged anything that can be compared.
-    """
+    """Prints the table, and writes sweep.csv, sweep.png and report.html; UserError without data."""
     logs = {run: read_rows(run.workdir / "metrics.jsonl") for run in planned}
     logs = {run: rows for run, rows in logs.items() if rows}
     key = over_seeds.compared_key(list(logs.values()))

@@ -66,17 +66,10 @@ class Column(NamedTuple):
 def find_columns(
     paths: Sequence[str], steps: Sequence[int] | None, samples: pathlib.Path | None
 ) -> list[Column]:
-    """The policies to compare.
+    """The policies to compare; UserError if one has no responses, or they are too many.
 
-    Args:
-      paths: as in `find_policies`.
-      steps: of each run. None or empty: all that have responses and weights, at most
-        `MAX_COLUMNS`, the first and the last among them.
-      samples: the same responses for all policies. None: each one's own, of the evaluation that
-        its run recorded.
-
-    Raises:
-      UserError: if a policy has no responses, or there are too many policies.
+    Without `steps`, all of a run that have responses and weights, at most `MAX_COLUMNS`, the first
+    and the last among them. Without `samples`, each one's own responses of its recorded evaluation.
     """
     columns = []
     for path, name in zip(paths, policy_names(paths)):
@@ -89,24 +82,21 @@ def find_columns(
             continue
         if run is None:
             raise UserError(
-                f"--policy={path} is no run, so it has no recorded evaluation; name a file with "
-                "responses by --samples."
+                f"--policy={path} is no run with a recorded evaluation; name a file by --samples."
             )
         files = {s.step: run / "rollouts" / f"eval_{s.step:06d}.parquet" for s in sources}
         with_responses = [source for source in sources if files[source.step].is_file()]
         if not with_responses or (steps and len(with_responses) < len(sources)):
             recorded = sorted(file.name for file in (run / "rollouts").glob("eval_*.parquet"))
             raise UserError(
-                f"--policy={path}: weights are there of steps {[s.step for s in sources]}, and "
-                f"recorded evaluations are {recorded or 'none'}; choose --steps that have both, or "
-                "name a file by --samples."
+                f"--policy={path}: weights of steps {[s.step for s in sources]}, evaluations of "
+                f"{recorded or 'none'}; choose --steps that have both, or a file by --samples."
             )
         columns += [Column(s, run, read_responses(files[s.step])) for s in with_responses]
     if len(columns) > MAX_COLUMNS:
         if steps:
             raise UserError(
-                f"{len(columns)} policies are more than {MAX_COLUMNS} beside each other; name "
-                "fewer by --steps or --policy."
+                f"{len(columns)} policies are more than {MAX_COLUMNS}; name fewer, or --steps."
             )
         chosen = np.linspace(0, len(columns) - 1, MAX_COLUMNS).round().astype(int)
         columns = [columns[i] for i in chosen]
@@ -114,11 +104,7 @@ def find_columns(
 
 
 def read_responses(file: pathlib.Path) -> dict[str, Response]:
-    """The responses of a Parquet file by the name of their problem and sample.
-
-    Raises:
-      UserError: if the file cannot be read, or lacks token ids.
-    """
+    """The responses of a Parquet file by problem and sample; UserError if it lacks token ids."""
     optional = "benchmark", "group_id", "sample_index", *Response._fields[2:]
     table = response_files.read(file, IDS, optional)
     found = {}
@@ -141,13 +127,10 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
 def chosen_problems(
     columns: Sequence[Column], problems: Sequence[str], show: str, limit: int
 ) -> list[str]:
-    """The first `limit` problems that all policies have and that fit `show`, one of SHOWN.
+    """The first `limit` problems that all policies have and that fit `show`; UserError if none.
 
     A problem that has another reference in another column is another problem of the same name: the
     policies were evaluated on other data. Prompts may differ, since runs may have other templates.
-
-    Raises:
-      UserError: if there is none, or one of `problems`, if any are given, is not there.
     """
     common = [
         name
@@ -192,10 +175,7 @@ def write_view(
 ) -> None:
     """Computes the values with the weights of each policy, and writes the page.
 
-    Args:
-      names: names of the problems to show.
-      stride: tokens of a window; 0: metrics.stride of the first policy's run, else DEFAULT_STRIDE.
-      progress: called with a line before each policy.
+    Without a `stride`, metrics.stride of the first policy's run, else DEFAULT_STRIDE.
     """
     stride = stride or setting_of(columns[0].run, "metrics", "stride") or DEFAULT_STRIDE
     cells: list[list[dict[str, Any]]] = [[] for _ in names]
@@ -235,8 +215,7 @@ def _values(
     largest = max(int(max(r.prompt_ids.max(), r.response_ids.max())) for r in responses)
     if largest >= policy.config.vocab_size:
         raise UserError(
-            f"token {largest} is beyond the {policy.config.vocab_size} tokens of "
-            f"{source.name}: the responses are of another model."
+            f"token {largest} is not of {source.name}: the responses are of another model."
         )
     mesh = models.make_mesh(
         {"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 1}, jax.devices()[:1]

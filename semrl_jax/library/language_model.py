@@ -130,8 +130,7 @@ class LanguageModel(contextlib.AbstractContextManager):
             ids = begun.token_ids
         if not 0 < len(ids) <= self._max_prompt_tokens:
             raise UserError(
-                f"a prompt has {len(ids)} tokens; it must have 1 to max_prompt_tokens="
-                f"{self._max_prompt_tokens}."
+                f"a prompt of {len(ids)} tokens; max_prompt_tokens={self._max_prompt_tokens}."
             )
         return np.array(ids, np.int32)
 

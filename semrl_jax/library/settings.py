@@ -23,11 +23,7 @@ from semrl_jax.support.modules import module_names
 def chosen_config(
     config: str | os.PathLike[str] | ml_collections.ConfigDict,
 ) -> ml_collections.ConfigDict:
-    """A config of one's own, of a file with `get_config`, or of a name in `configs`.
-
-    Raises:
-      UserError: if there is none.
-    """
+    """A config of one's own, of a file with `get_config`, or of a name in `configs`."""
     if isinstance(config, ml_collections.ConfigDict):
         return config
     if str(config).endswith(".py"):
@@ -43,16 +39,10 @@ def chosen_config(
 
 
 def configure(config: ml_collections.ConfigDict, sections: Mapping[str, Any]) -> None:
-    """Sets fields of a config.
+    """Sets fields of a config; UserError for an unknown field, or a value of another type.
 
-    Args:
-      config: is changed.
-      sections: by name, a mapping from fields to values, or a dataclass of `semrl_jax.settings`,
-        whose values that are no defaults are set. A field without a section, such as `seed`, has
-        its value.
-
-    Raises:
-      UserError: for an unknown field, or a value of another type.
+    `sections` has by name a mapping from fields to values, or a dataclass of `semrl_jax.settings`,
+    whose values that are no defaults are set. A field without a section, as `seed`, has its value.
     """
     fields = flatten({name: _plain(section) for name, section in sections.items()})
     name = fields.get("algorithms.name", config.algorithms.name)

@@ -200,8 +200,7 @@ class Trainer:
             return (str(rows),)
         if isinstance(rows, Mapping):  # such as a DatasetDict, which iterates over names of splits
             raise UserError(
-                f"{name} is a mapping with {', '.join(map(str, rows))}; give rows, such as one "
-                "split of a DatasetDict."
+                f"{name} is a mapping with {', '.join(map(str, rows))}; give rows, or one split."
             )
         if hasattr(rows, "iterrows"):  # a DataFrame, which iterates over names of columns
             rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
@@ -255,8 +254,7 @@ class Trainer:
             file = directory / name
             if file.exists() and name.endswith(".jsonl") and file.read_bytes() != contents:
                 raise UserError(
-                    f"workdir={self.workdir} holds a run with other {file.stem}; give the same, or "
-                    "name a new directory."
+                    f"workdir={self.workdir} holds a run with other {file.stem}; name a new one."
                 )
             directory.mkdir(parents=True, exist_ok=True)
             with replacing(file) as out:

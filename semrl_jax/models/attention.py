@@ -144,10 +144,7 @@ def attend_to_cache(
     mesh: Mesh | None = None,
     platform: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of T tokens per response to the columns that are `seen`.
-
-    A token that sees no column gets finite values without meaning.
-    """
+    """Attention of T tokens per response to the columns that are `seen`; else meaningless."""
     batch, num_tokens, num_heads, width = query.shape
     parts = [
         part._replace(
@@ -230,10 +227,7 @@ def _attend_by_blocks(
     axis: str | None = None,
     num_shards: int = 1,
 ) -> Float[Array, "B S N H"]:
-    """Attention of one device's columns; `axis` is the ring of devices, None without one.
-
-    The arrays are laid out in blocks, [n, B, K, G, s, H] and [n, B, K, s, H].
-    """
+    """Attention of one device's columns, in blocks [n, B, ...]; `axis` is the ring, or None."""
     batch, length, num_heads, width = query.shape
     kv_heads = key.shape[2]
     size = min(block, length)
@@ -273,11 +267,7 @@ def _ring(
     axis: str | None,
     num_shards: int,
 ) -> Float[Array, "n B K G s H"]:
-    """Attention to all shards' keys.
-
-    Its gradient is written by hand. Differentiating the loops would keep the weights or sums of
-    every block and step.
-    """
+    """Attention to all shards' keys. Its gradient is written by hand, to keep no weights."""
     return _ring_forward(query, key, value, places, window, axis, num_shards)[0]
 
 

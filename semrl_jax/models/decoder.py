@@ -137,10 +137,7 @@ class _Layout(NamedTuple):
 def _product(
     x: Float[Array, "B T I"], kernel: Float[Array, "I O"], layout: _Layout | None
 ) -> Float[Array, "B T O"]:
-    """x @ kernel.
-
-    On a mesh the kernel is gathered for the product and dropped after it. The backward pass gathers
-    it again, and its gradient is scattered.
+    """x @ kernel, which a mesh gathers for the product, and again in the backward pass.
 
     The gradient is written by hand. Automatic differentiation would transpose the gradient of the
     kernel. A CPU would then write a transposed copy of a factor: as costly as the product.
@@ -456,10 +453,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x)[:, -1], jnp.stack(inputs, axis=1), new_cache
 
     def output_weights(self) -> tuple[Float[Array, "_ _"], int]:
-        """The output matrix as it is stored, in the compute dtype, and its axis of the vocabulary.
-
-        A tied embedding is [V, D], and a matrix of its own [D, V].
-        """
+        """The output matrix in the compute dtype, and its axis of the vocabulary: 0 if tied."""
         if self.config.tie_embeddings:
             return self.embed.embedding[...].astype(self.dtype), 0
         return self.head.kernel[...].astype(self.dtype), 1

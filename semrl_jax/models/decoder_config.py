@@ -158,10 +158,7 @@ class DecoderConfig:
         return find_family(self.family or self.model_type)
 
     def place(self, module: str, layer: int) -> int | None:
-        """Index of a layer in the stack of a module's parameters; None if it has no such module.
-
-        A dense feed-forward and a mixture of experts have a stack each.
-        """
+        """Index of a layer in the stack of a module's parameters; None if it has no such module."""
         dense = range(self.num_layers) if self.experts is None else self.experts.dense_layers
         if module in DENSE_MODULES:
             return sorted(dense).index(layer) if layer in dense else None
@@ -191,12 +188,7 @@ class DecoderConfig:
 
 
 def random_config(family: str, **sizes: Any) -> DecoderConfig:
-    """The architecture of a random model.
-
-    Args:
-      family: a name in `families`, or the path of a module.
-      sizes: other fields of `DecoderConfig`; the family adds those that only it has.
-    """
+    """The architecture of a random model; `sizes` are fields of `DecoderConfig`."""
     declared = find_family(family)
     added = translated(sizes, declared.of_random) if declared.of_random else {}
     if added.get("experts"):

@@ -49,8 +49,7 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
     """The local directory of a model: `path` itself, or the hub's snapshot of `owner/name`.
 
     A `.gguf` file, or a directory with one and without config.json, is converted at the first call.
-    Only configuration, safetensors and tokenizer files are fetched. No code is fetched or run.
-    Raises UserError if there is no such directory, or the hub does not give the model.
+    No code is fetched or run. UserError if there is no such directory, or the hub does not give it.
     """
     directory = pathlib.Path(path)
     if file := gguf.find_file(directory):
@@ -84,11 +83,7 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def load_config(path: str | os.PathLike[str], family: str = "") -> DecoderConfig:
-    """Reads `config.json`, with a `family` as in `config_from_hf`.
-
-    Raises:
-      UserError: if the directory or a field is missing or not supported, or it is that of a run.
-    """
+    """Reads `config.json`, see `config_from_hf`; UserError if it is missing or not supported."""
     path = pathlib.Path(path)
     if not path.is_dir():
         raise UserError(f"model directory {str(path)!r} does not exist.")
@@ -105,10 +100,7 @@ def load_config(path: str | os.PathLike[str], family: str = "") -> DecoderConfig
 
 
 def eos_token_ids(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Ids that end a response, from `generation_config.json`, else `config.json`; () if neither.
-
-    Raises UserError if the field holds anything but ids.
-    """
+    """Ids that end a response, of `generation_config.json`, else `config.json`; or UserError."""
     for name in (GENERATION_FILE, CONFIG_FILE):
         file = pathlib.Path(path) / name
         try:
@@ -134,18 +126,11 @@ def load_params(
     others: Mapping[str, tuple[int, ...]] = NO_OTHERS,
     dtype: str = "float32",
 ) -> Params:
-    """Reads `model.safetensors`, or the shards of its index.
+    """Reads `model.safetensors`, or the shards of its index; UserError names wrong tensors.
 
     Float32 keeps all values exactly. Memory holds the parameters once, and a few pieces of
-    `PIECE_BYTES`.
-
-    Args:
-      shardings: the tree from `parameter_shardings`, for jax.Arrays, which are put on their
-        devices piece by piece; None for NumPy arrays.
-      others: see `check_params`.
-
-    Raises:
-      UserError: naming the file and each missing, extra or misshapen tensor.
+    `PIECE_BYTES`. `shardings`, from `parameter_shardings`, gives jax.Arrays, put on their devices
+    piece by piece; None: NumPy arrays. `others`: see `check_params`.
     """
     files = check_params(path, config, others)
     pieces = _read_pieces(files, tensor_specs(config, "float32"))
@@ -159,8 +144,7 @@ def check_params(
 ) -> dict[str, pathlib.Path]:
     """The file of each tensor that `load_params` reads; raises as it does.
 
-    The headers of the files must have the names, shapes and dtypes of the architecture. They may
-    have the tensors of `others` in addition, with these shapes.
+    They may have the tensors of `others` in addition, with these shapes.
     """
     path = pathlib.Path(path)
     expected = {spec.name: spec.shape for spec in tensor_specs(config, "float32")}
@@ -308,8 +292,7 @@ def _check_tied(
             a, b = (f.get_slice(n)[rows] for f, n in ((head, HEAD), (embedding, EMBEDDING)))
         if not np.array_equal(a, b):
             raise UserError(
-                f"{head_file.name}: {HEAD} differs from {EMBEDDING}, but config.json says "
-                "tie_word_embeddings=true; set it to false, or take the tensor out."
+                f"{head_file.name}: {HEAD} differs from {EMBEDDING}; set tie_word_embeddings=false."
             )
 
 
@@ -324,10 +307,7 @@ def weights_hash(path: str | os.PathLike[str]) -> str:
 
 
 def weights_sample(path: str | os.PathLike[str]) -> str:
-    """Hex SHA-256 over names, sizes and a few blocks of a directory's safetensors files.
-
-    It is fast and distinguishes two models, but it may miss a change of a few values.
-    """
+    """Hex SHA-256 over names, sizes and a few blocks of safetensors files: fast, not complete."""
     digest = hashlib.sha256()
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
         check_regular(file)

@@ -41,12 +41,7 @@ def mixture(
     activation: Callable[[Array], Array],
     mesh: Mesh | None,
 ) -> Float[Array, "B S D"]:
-    """The weighted sum of the outputs of each token's experts.
-
-    Args:
-      x: normed states; the states of padding are routed as well.
-      kernels: on a mesh, laid out by the table of `sharding`, but gathered over `fsdp`.
-    """
+    """The weighted sum of the outputs of each token's experts; padding is routed as well."""
     if mesh is None:
         return _own_part(x, kernels, experts, activation, 0, jax.default_backend())
     platform = platform_of(mesh)
@@ -85,10 +80,7 @@ def _varying(x: Array, axes: set[str]) -> Array:
 def route(
     x: Float[Array, "N D"], router: Float[Array, "D E"], experts: Experts
 ) -> tuple[Int[Array, "N C"], Float[Array, "N C"]]:
-    """The C experts of each token, and the float32 weights of their outputs.
-
-    The logits are in the compute dtype and their softmax in float32, as in transformers.
-    """
+    """The C experts of each token, and the float32 weights of their outputs, as transformers."""
     probabilities = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, experts.experts_per_token)
     if experts.normalize_weights:
@@ -97,11 +89,7 @@ def route(
 
 
 def _own_part(x, kernels, experts, activation, first, platform):
-    """`mixture` of this device's experts, which begin with number `first`.
-
-    `platform` names the devices that run the program: a plan compiles for other devices than the
-    ones here.
-    """
+    """`mixture` of this device's experts, from number `first`, on devices of `platform`."""
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weights = route(tokens, kernels.router, experts)
     count, per_token = len(kernels.gate), chosen.shape[1]
@@ -146,10 +134,7 @@ def _own_part(x, kernels, experts, activation, first, platform):
 
 
 def _block_size(rows_per_expert: int, platform: str) -> int:
-    """A power of two, at least a quarter of it: the blocks have about a quarter more rows.
-
-    1 on a TPU.
-    """
+    """A power of two, at least a quarter of it: about a quarter more rows. 1 on a TPU."""
     if platform == "tpu":
         return 1
     power = 2 ** math.ceil(math.log2(max(rows_per_expert / 4, 1)))
@@ -163,11 +148,9 @@ def block_product(
     owners: Int[Array, " M"],
     num_used: Int[Array, ""],
 ) -> Float[Array, "M R O"]:
-    """Each block of rows times the kernel of its owner.
+    """Each block of rows times the kernel of its owner, for `num_used` blocks; zeros after.
 
-    Only the first `num_used` blocks are computed. The others are zeros, for any owner. The
-    gradient is written by hand: JAX's gradient of a loop would hold a gradient of all kernels in
-    each step.
+    The gradient is written by hand: JAX's would hold a gradient of all kernels in each step.
     """
 
     def step(index, found):

@@ -83,10 +83,7 @@ _SPLITS = {
 
 
 def find_file(path: pathlib.Path) -> pathlib.Path | None:
-    """The GGUF file that a path is, or that a directory without config.json holds.
-
-    Raises UserError if a directory holds several.
-    """
+    """The GGUF file that a path is, or that a directory holds; UserError for several."""
     if path.is_file():
         return path if path.suffix == ".gguf" else None
     files = sorted(path.glob("*.gguf")) if path.is_dir() else []
@@ -99,10 +96,7 @@ def find_file(path: pathlib.Path) -> pathlib.Path | None:
 
 
 class Gguf:
-    """An open GGUF file: its fields, configuration, tokenizer and tensors.
-
-    Every method raises UserError, naming the file and what is damaged or not supported.
-    """
+    """An open GGUF file; UserError of every method names the file and what is wrong."""
 
     def __init__(self, file: pathlib.Path) -> None:
         self.file = file
@@ -240,10 +234,7 @@ class Gguf:
             yield values
 
     def tokenizer(self) -> Any:
-        """The tokenizer, as a transformers one, with chat template and special tokens.
-
-        Its kind must be byte-level BPE or sentencepiece BPE.
-        """
+        """The tokenizer, byte-level or sentencepiece BPE, as a transformers one."""
         import transformers
         from tokenizers import AddedToken, processors
 
@@ -388,10 +379,7 @@ def _reader() -> type:
 
 
 def hf_directory(file: pathlib.Path) -> pathlib.Path:
-    """The Hugging Face directory of a GGUF file, which is made at the first call and then kept.
-
-    It lies in `$XDG_CACHE_HOME/semrl_jax`, by default `~/.cache/semrl_jax`.
-    """
+    """The Hugging Face directory of a GGUF file, made at the first call, in the user's cache."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     target = cache / "semrl_jax" / f"{file.stem}-{_fingerprint(file)}"
     if not target.is_dir():

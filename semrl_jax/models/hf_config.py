@@ -59,15 +59,9 @@ OPTIONAL_SIZES = ("num_kv_heads", "head_dim")
 
 
 def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
-    """Reads the fields of a Hugging Face `config.json`.
+    """Reads the fields of a Hugging Face `config.json`; UserError names what is not supported.
 
-    Absent fields have the values that transformers gives them.
-
-    Args:
-      family: a name in `families`, or the path of a module; "": the field `model_type` decides.
-
-    Raises:
-      UserError: naming what is not supported.
+    `family` is a name in `families`, or the path of a module; "": `model_type` decides.
     """
     if not isinstance(hf, Mapping):
         raise UserError(f"config.json must hold a JSON object, not {type(hf).__name__}.")
@@ -162,15 +156,9 @@ def config_to_hf(
     base: Mapping[str, Any] | None = None,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """The `config.json` that transformers and vLLM read.
+    """The `config.json` that transformers and vLLM read; other fields of `base` stay.
 
-    Args:
-      eos_token_id, pad_token_id: None leaves what `base` has.
-      base: the `config.json` that the model came with; its fields that are not architecture stay.
-      dtype: of the weights in the same directory.
-
-    Raises:
-      UserError: if `base` describes another architecture than `config`.
+    `dtype` is of the weights in the same directory. UserError if `base` has another architecture.
     """
     family = config.declared
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -210,8 +198,7 @@ def config_to_hf(
     hf = translated(hf, family.to_hf) if family.to_hf else hf
     if config_from_hf(hf, config.family) != config:
         raise UserError(
-            f"the given config.json belongs to another model than {config}; give that of the "
-            "directory that the model came from, or none."
+            f"the given config.json is of another model than {config}; give its own, or none."
         )
     return hf
 

@@ -164,11 +164,9 @@ def iterate_hf_tensors(
 ) -> Iterator[tuple[TensorSpec, np.ndarray | Array]]:
     """Yields (spec, array) in the order of `tensor_specs`; two layers exist at a time.
 
-    The devices merge adapters, cast and transpose, and prepare one layer while the caller
-    uses the previous one. If other processes hold parts of the parameters, all processes must read
-    it to its end.
-
-    With `on_host` the arrays are NumPy's; else they stay on their devices, in one process.
+    The devices prepare one layer while the caller uses the previous one. If other processes hold
+    parts of the parameters, all processes must read it to its end. With `on_host` the arrays are
+    NumPy's; else they stay on their devices, in one process.
     """
 
     def start(group: Sequence[HfTensor]) -> list[Array]:
@@ -202,13 +200,7 @@ def _hf_layout(
     parts: tuple[tuple[str, int | None, bool], ...],
     dtype: str,
 ) -> list[Array]:
-    """Parameters of one layer of the stacks, as in Hugging Face.
-
-    Args:
-      leaves: by their paths.
-      places: of the layer in each; None: it is not stacked.
-      parts: path, expert and whether it is transposed, of each tensor.
-    """
+    """Parameters of one layer, as in Hugging Face; `places` in the stacks, `parts` of tensors."""
 
     def at(place, leaf):
         if place is None:
@@ -228,16 +220,10 @@ def _hf_layout(
 def params_from_hf(
     pieces: Iterable[Piece], config: DecoderConfig, shardings: Any = None, dtype: str = "float32"
 ) -> Params:
-    """Parameters from the rows of Hugging Face tensors; values are only cast.
+    """Parameters from every row of every tensor of `tensor_specs`; values are only cast.
 
-    Memory is allocated once and filled piece by piece, so it holds the parameters and a few copies
-    of one piece.
-
-    Args:
-      pieces: every row of every tensor of `tensor_specs`, in any order. The caller checks names
-        and shapes.
-      shardings: the tree from `parameter_shardings`; None keeps the parameters on the host, in
-        NumPy; else each process fills the parts on its own devices.
+    Memory holds the parameters and a few copies of one piece. With `shardings`, each process fills
+    the parts on its own devices; None: NumPy.
     """
     tensors = {tensor.name: tensor for tensor in hf_tensors(config)}
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -279,11 +265,7 @@ class _HostLeaf:
 
 
 class _DeviceLeaf:
-    """One parameter on this process's devices; each device's part starts as zeros.
-
-    The parts are filled one by one, in place. On one sharded array, the compiler could run a
-    program on a gathered copy.
-    """
+    """One parameter on this process's devices; the parts are filled one by one, in place."""
 
     def __init__(self, zeros: jax.Array):
         self._shape, self._sharding = zeros.shape, zeros.sharding
@@ -331,13 +313,9 @@ def _put_block(part: Array, block: Array, first: Int[Array, " axes"], *, transpo
 
 
 class UnstackedParams:
-    """Parameters of an engine, see `unstacked`, while their tensors come one by one.
+    """Parameters of an engine, see `unstacked`, while their tensors come; for one thread.
 
-    Not for several threads at a time.
-
-    Args:
-      shardings: of the unstacked tree.
-      dtype: of all parameters but the scales of norms, which stay in float32.
+    `dtype` is of all parameters but the scales of norms, which stay in float32.
     """
 
     def __init__(self, config: DecoderConfig, shardings: Any, dtype: str):
@@ -350,10 +328,7 @@ class UnstackedParams:
         return self._tensors[name].layer
 
     def put(self, arrays: Mapping[str, np.ndarray | Array]) -> list[Array]:
-        """Puts whole tensors of Hugging Face on the devices; returns before they are copied.
-
-        Returns them as they came, on these devices.
-        """
+        """Puts whole tensors on the devices; returns them as they came, before the copies end."""
         targets, shardings = [], []  # how the tensors come, and how they are kept
         for name in arrays:
             tensor = self._tensors[name]

@@ -14,10 +14,7 @@ from semrl_jax.models.sharding import DATA_AXES
 
 
 def to_host(tree: Any) -> Any:
-    """The tree with NumPy arrays for its jax.Arrays.
-
-    If other processes hold parts, all must call it with the same tree at the same time.
-    """
+    """The tree with NumPy arrays for its jax.Arrays; with several processes, all call it."""
 
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
@@ -54,10 +51,7 @@ def shard_owners(processes: Int[np.ndarray, "R F S T X"]) -> Int[np.ndarray, " s
 
 
 def own_rows(rows: Float[Array, "M R *dims"], mesh: Mesh) -> dict[int, np.ndarray]:
-    """[M, R / shards, ...] of each data shard that this process owns, by shard.
-
-    R is split over the data axes of the mesh, the rest in any way. All processes call it together.
-    """
+    """[M, R / shards, ...] of each data shard that this process owns; all processes call it."""
     rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(None, DATA_AXES)))
     owners = shard_owners(processes_of(mesh))
     num_rows = rows.shape[1] // len(owners)

@@ -83,11 +83,7 @@ class Base(NamedTuple):
 
 
 def adapted(trained: Params, base: Base | None) -> Params:
-    """The parameters of a model: `trained` itself without a base, else adapters upon the base.
-
-    In the result `lora_b` is scaled. Parts of `trained` other than its layers, such as a value
-    head, are kept.
-    """
+    """The parameters of a model: `trained`, or adapters upon the base, with `lora_b` scaled."""
     if base is None:
         return trained
     layers = dict(base.params["layers"])
@@ -97,10 +93,7 @@ def adapted(trained: Params, base: Base | None) -> Params:
 
 
 class AdaptedLinear(nnx.Linear):
-    """nnx.Linear, with an adapter where `add_adapters` has added one.
-
-    `of_a` and `of_b` are the products with A and with B, as `dot_general` is that with the kernel.
-    """
+    """nnx.Linear, with an adapter where `add_adapters` has added one."""
 
     def __init__(self, *args: Any, of_a: Product, of_b: Product, **kwargs: Any):
         super().__init__(*args, **kwargs)

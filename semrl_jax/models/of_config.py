@@ -20,10 +20,7 @@ RANDOM_MODEL_FIELDS = (
 
 
 def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]:
-    """Architecture and transformers tokenizer of `model.path`, or of a random model.
-
-    Raises UserError if the directory is missing, unsupported or has no fitting tokenizer.
-    """
+    """Architecture and tokenizer of `model.path`, or of a random model; or UserError."""
     if config.model.path:
         directory = models.find_directory(config.model.path)
         architecture = models.load_config(directory, config.model.family)
@@ -58,10 +55,7 @@ def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[in
 def starting_params(
     directory: pathlib.Path, policy: models.Policy, mesh: Mesh, dtype: str = "float32"
 ) -> models.Params:
-    """The parameters of a model directory on the mesh.
-
-    Raises UserError if the weights are missing or do not fit the architecture or the mesh.
-    """
+    """The parameters of a model directory on the mesh; UserError if they do not fit."""
     shardings = models.parameter_shardings(policy.shapes(), mesh)
     return models.load_params(directory, policy.config, shardings, dtype=dtype)
 
@@ -69,10 +63,7 @@ def starting_params(
 def lora_of(
     config: ml_collections.ConfigDict, architecture: models.DecoderConfig
 ) -> models.Lora | None:
-    """What `config.lora` trains; None if it is off.
-
-    Raises UserError if the targets or the rank do not fit the model.
-    """
+    """What `config.lora` trains; None if it is off. UserError if it does not fit the model."""
     options = config.lora
     if not options.rank:
         return None
@@ -85,11 +76,7 @@ def lora_of(
 def find_lora(
     config: ml_collections.ConfigDict, policy: models.Policy
 ) -> tuple[models.Lora, models.Params | None] | None:
-    """What `config.lora` trains, and the adapter of `lora.path`; None if it is off.
-
-    Raises:
-      UserError: if the targets or the rank do not fit the model, or the adapter does not fit them.
-    """
+    """What `config.lora` trains, and the adapter of `lora.path`; None: off. Or UserError."""
     options, architecture = config.lora, policy.config
     lora = lora_of(config, architecture)
     if lora is None:
@@ -110,8 +97,7 @@ def find_lora(
             if name == "targets":
                 here, there = (peft.target_names(architecture, m) for m in (here, there))
             raise UserError(
-                f"lora.{name}: the settings give {here!r}, but the adapter in lora.path="
-                f"{options.path!r} has {there!r}; set lora.{name} to that."
+                f"lora.{name}={here!r}, but the adapter in lora.path has {there!r}; set that."
             )
     return lora, adapter
 
@@ -132,12 +118,10 @@ def find_value_model(
     tokenizer: Any,
     mesh: Mesh,
 ) -> ModelFiles:
-    """The critic or reward model of a Hugging Face directory, checked without reading its weights.
+    """The critic or reward model of a directory, checked without reading its weights.
 
-    It reads responses of the policy. `field` of the config names the path, for error messages.
-    Raises UserError if it is no language model or classifier with one label that this library
-    supports, has another tokenizer than the policy, or does not fit the lengths of the run or the
-    mesh.
+    UserError if it is no language model or classifier with one label that this library supports,
+    has another tokenizer than the policy, or does not fit the lengths of the run or the mesh.
     """
     place = f"{field}={path!r}"
     try:

@@ -55,15 +55,7 @@ _ADAPTED = re.compile(r"base_model\.model\.(?:model\.layers\.\d+\.)?(.+?)\.(?:lo
 
 
 def find_modules(config: DecoderConfig, targets: Sequence[str]) -> tuple[str, ...]:
-    """The modules of a layer that `lora.targets` names, in the order of the decoder.
-
-    Args:
-      targets: names of Hugging Face such as "q_proj" or "self_attn.q_proj", patterns of them with
-        * and ?, or "all-linear".
-
-    Raises:
-      UserError: for a target that matches no module.
-    """
+    """The modules of a layer that `lora.targets` names; UserError for one that matches none."""
     names = {module: kernel.name for module, kernel in layer_kernels(config).items()}
     found = set()
     for target in targets:
@@ -95,8 +87,7 @@ def check_rank(config: DecoderConfig, lora: Lora) -> None:
     for module, kernel in layer_kernels(config).items():
         if module in lora.modules and lora.rank > min(kernel.shape):
             raise UserError(
-                f"lora.rank={lora.rank} must be at most {min(kernel.shape)}, the smaller dimension "
-                f"of {kernel.name} {kernel.shape}."
+                f"lora.rank={lora.rank} must be at most {min(kernel.shape)} for {kernel.name}."
             )
 
 
@@ -110,11 +101,7 @@ def save_adapter(
 ) -> None:
     """Writes a directory for `peft.PeftModel.from_pretrained` and `load_adapter`, or nothing.
 
-    Args:
-      path: replaced if it exists.
-      adapter: float32, of `lora`, on the host or on devices of this process.
-      config, base: of the base, and its directory.
-      base_name: for `base_model_name_or_path`: the hub id, or the directory.
+    `base_name` is the hub id or the directory, for `base_model_name_or_path`.
     """
     kernels = layer_kernels(config)
     tensors = {
@@ -180,17 +167,13 @@ class AdapterFiles(NamedTuple):
 
 
 def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
-    """Reads `adapter_config.json`.
-
-    Raises UserError if it is missing, or asks for what is not supported.
-    """
+    """Reads `adapter_config.json`; UserError if it asks for what is not supported."""
     file = pathlib.Path(path) / CONFIG_FILE
     try:
         content = read_json_object(file)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{str(path)!r} is no adapter: {CONFIG_FILE} is missing; name a directory that PEFT or "
-            "python -m launch.convert --adapter has written."
+            f"{str(path)!r} is no adapter: {CONFIG_FILE} is missing; name a directory of PEFT."
         ) from None
     if content.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type={content.get('peft_type')!r:.100} must be 'LORA'.")
@@ -204,8 +187,7 @@ def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
         # layers_to_transform=0 names the first layer
         elif name not in (*READ, *WITHOUT_EFFECT) and (value or type(value) in (int, float)):
             raise UserError(
-                f"{file}: {name}={value!r:.100} is not supported; train an adapter without it, or "
-                "remove the field if the adapter computes the same without it."
+                f"{file}: {name}={value!r:.100} is not supported; train an adapter without it."
             )
     rank, alpha = content.get("r"), content.get("lora_alpha")
     is_number = type(alpha) in (int, float) and 0 < alpha < MAX_ALPHA
@@ -225,15 +207,7 @@ def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
 def load_adapter(
     files: AdapterFiles, config: DecoderConfig, base: pathlib.Path, base_name: str
 ) -> tuple[Params, Lora]:
-    """The adapter of a directory, float32 in NumPy, and what it is.
-
-    Args:
-      config, base: of the base, and its directory.
-      base_name: how the user named it.
-
-    Raises:
-      UserError: if the file is unreadable, or the adapter is of another base or lacks layers.
-    """
+    """The adapter of a directory, float32 in NumPy, and what it is; UserError if it is wrong."""
     file = files.path / WEIGHTS_FILE
     if not file.is_file():
         raise UserError(f"{file} is missing.")
@@ -267,8 +241,7 @@ def load_adapter(
                 if tensor is None or tensor.shape != shape:
                     there = "is missing" if tensor is None else f"has shape {tensor.shape}"
                     raise UserError(
-                        f"{file}: {name} {there}, but rank {lora.rank} upon {base_name} needs "
-                        f"{shape}; name the base that the adapter was trained on."
+                        f"{file}: {name} {there}; rank {lora.rank} of {base_name} needs {shape}."
                     )
                 if not np.isfinite(tensor).all():
                     raise UserError(
@@ -286,8 +259,7 @@ def load_adapter(
                 f"layer can have an adapter ({', '.join(names)}); train one without it."
             )
         raise UserError(
-            f"{file}: {name:.150} is no adapter of a linear module of {base_name}; name the base "
-            "that the adapter was trained on."
+            f"{file}: {name:.150} adapts no linear module of {base_name}; name its own base."
         )
     return {"layers": layers}, lora
 
@@ -295,10 +267,7 @@ def load_adapter(
 def _check_base(
     files: AdapterFiles, metadata: Mapping[str, Any], base: pathlib.Path, base_name: str
 ) -> None:
-    """Raises UserError if an adapter was trained on other weights.
-
-    Our files have a sample of the weights. For others, the last part of the name must be the same.
-    """
+    """UserError if an adapter was trained on other weights: by a sample of them, or the name."""
     if BASE_SAMPLE in metadata:
         if metadata[BASE_SAMPLE] != base_sample(base):
             raise UserError(

@@ -94,8 +94,7 @@ class Policy:
     ) -> Float[Array, "B U D"]:
         """The states of the given columns of each row; columns are int32, in [0, S).
 
-        If the mesh splits columns, a device has the states of some of them. Only the requested
-        states travel over the axis, once forward and once in the gradient.
+        If the mesh splits columns, only the requested states travel.
         """
         mesh = self._split
         if mesh is None:
@@ -201,10 +200,7 @@ class Policy:
 
     @property
     def attention_columns(self) -> float:
-        """`layer_columns` for whole sequences: whether responses share their prompt in a row.
-
-        0 with a fused kernel: these know no keys outside the segment of a query.
-        """
+        """`layer_columns` for whole sequences; 0 with a fused kernel, which shares no prompt."""
         return self.layer_columns if self.kernel == "xla" else 0.0
 
     @property
@@ -256,7 +252,6 @@ def _graph(policy: Policy, adapted: tuple[str, ...]) -> nnx.GraphDef:
 def unstacked(params: Params, config: DecoderConfig) -> Params:
     """Parameters with a tuple of layers, for `Policy.prefill`, `decode` and `logits`.
 
-    These programs run each layer on its own. Without stacks they need not copy it out of them.
     Kernels are transposed to [out, in], as Hugging Face has them: see `decoder._product_of_few`.
     """
     places = (

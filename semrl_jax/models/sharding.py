@@ -69,11 +69,7 @@ ACTIVATION_SPECS: Mapping[str, PartitionSpec] = {
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over the axes `AXES`; one axis may be -1 and takes the remaining devices.
-
-    An axis that `shape` does not name has size 1. Other products of the sizes than the number of
-    devices raise UserError.
-    """
+    """A mesh over `AXES`; one may be -1: the remaining devices. UserError if it does not fit."""
     devices = list(jax.devices() if devices is None else devices)
     sizes = [shape.get(axis, 1) for axis in AXES]
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
@@ -83,8 +79,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     sizes = [max(1, len(devices) // known) if size == -1 else size for size in sizes]
     if math.prod(sizes) != len(devices):
         raise UserError(
-            f"mesh={dict(shape)} needs {math.prod(sizes)} devices, but {len(devices)} are there; "
-            "set config.mesh so that the product of its sizes is the number of devices."
+            f"mesh={dict(shape)} needs {math.prod(sizes)} devices, but {len(devices)} are there."
         )
     # Auto: the compiler places what the table does not say; jax.make_mesh defaults to explicit.
     return Mesh(np.array(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -100,10 +95,7 @@ def partition_spec(name: str) -> PartitionSpec:
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
-    """The NamedSharding of each leaf of `params`; every name must be in the table.
-
-    Raises UserError if a mesh axis does not divide the dimension it splits.
-    """
+    """The NamedSharding of each leaf, by its name; UserError if an axis does not divide it."""
 
     def of(path, leaf):
         name = "/".join(str(key.key) for key in path if hasattr(key, "key"))
@@ -116,8 +108,7 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
             if size % math.prod(mesh.shape[axis] for axis in axis_names(axes)):
                 sizes = " * ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axis_names(axes))
                 raise UserError(
-                    f"{sizes} must divide the {size} rows of parameter "
-                    f"{name} {tuple(leaf.shape)}; choose another mesh."
+                    f"{sizes} must divide the {size} rows of {name}; choose another mesh."
                 )
         return NamedSharding(mesh, spec)
 
@@ -135,11 +126,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
-    """Raises UserError unless the decoder's parameters and heads can be split over the mesh.
-
-    `num_kv_heads` need not be a multiple of mesh.tensor. If it is not, every device of the axis has
-    all keys and values, and only the parameters of their products are split.
-    """
+    """UserError unless the decoder can be split over the mesh; KV heads need not be."""
     divided = {
         "tensor": {
             "num_heads": config.num_heads,
@@ -163,18 +150,14 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
         if not is_dense:
             del divided["tensor"]["intermediate_size"]
     elif mesh.shape["expert"] > 1:
-        raise UserError(
-            f"mesh.expert={mesh.shape['expert']} splits experts, and the model has none; set it "
-            "to 1 and raise mesh.fsdp or mesh.replica."
-        )
+        raise UserError("mesh.expert splits experts, and the model has none; set it to 1.")
     for axis, sizes in divided.items():
         common = math.gcd(*sizes.values())
         for name, size in sizes.items():
             if size % mesh.shape[axis]:
                 allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
                 raise UserError(
-                    f"mesh.{axis}={mesh.shape[axis]} must divide the model's {name}={size}; "
-                    f"sizes that fit this model are {allowed}."
+                    f"mesh.{axis}={mesh.shape[axis]} must divide {name}={size}; {allowed} fit."
                 )
 
 
@@ -184,10 +167,7 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def activation_spec(kind: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """The spec of `ACTIVATION_SPECS` without the axes that do not divide their dimension.
-
-    Such a dimension is not split: few rows in an engine, one decoded token, few kv heads.
-    """
+    """The spec of `ACTIVATION_SPECS` without the axes that do not divide their dimension."""
     spec = ACTIVATION_SPECS[kind]
 
     def fitting(size, axes):
@@ -207,11 +187,7 @@ def constrain(x: Shaped[Array, "*dims"], kind: str, mesh: Mesh | None) -> Shaped
 def shared_heads(
     x: Float[Array, ...], num_heads: int, mesh: Mesh | None, kind: str = "heads"
 ) -> Float[Array, ...]:
-    """Keys or values with one head per query head, if kv heads cannot be split.
-
-    Each device of `tensor` then has only those of its own query heads. `kind` is the layout of the
-    array, "heads" or "cache".
-    """
+    """Keys or values ("heads" or "cache") with one head per query head, if they cannot be split."""
     axis = ACTIVATION_SPECS[kind].index("tensor")
     if mesh is None or x.shape[axis] % mesh.shape["tensor"] == 0:
         return x
@@ -261,9 +237,8 @@ def kernel_gradient(
 ) -> Float[Array, "I O"]:
     """The gradient of a kernel, with the layout of the kernel: its sums are reduce-scattered.
 
-    Each device multiplies its own rows. Without this, compilers sum whole gradients over all
-    devices and slice them, which sends twice the bytes. TPU compilers still do if `fsdp` is the
-    whole slice.
+    Without this, compilers sum whole gradients over all devices and slice them, which sends twice
+    the bytes. TPU compilers still do if `fsdp` is the whole slice.
     """
     whole, is_split = _without_fsdp(spec)
     data = PartitionSpec(DATA_AXES, "sequence")

@@ -34,11 +34,7 @@ class Tiles:
     softcap: float | None = None  # c: logits z become c tanh(z / c) before the temperature
 
     def sizes(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """Rows and columns of a tile.
-
-        Many rows are split, so that a tile is at least as wide as high. A square tile reads the
-        fewest states and columns of the matrix per logit (`benchmarks/logit_tiles.py`).
-        """
+        """Rows and columns of a tile, at least as wide as high (`benchmarks/logit_tiles.py`)."""
         fewest_columns = min(math.isqrt(self.max_logits), num_columns)
         row_blocks = -(-num_rows * fewest_columns // self.max_logits)
         rows = -(-num_rows // max(row_blocks, 1))
@@ -47,11 +43,7 @@ class Tiles:
 
 
 class _Columns(NamedTuple):
-    """The columns of one tile: `first` to `first + size`, without the first `num_seen`.
-
-    The last tile ends with the vocabulary. It begins among the columns of the tile before it, which
-    it does not count again.
-    """
+    """The columns of one tile; the last begins among those before, `num_seen`, not counted."""
 
     first: Int[Array, ""]
     size: int
@@ -73,10 +65,8 @@ def token_logprobs(
 ) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
     """Log-probability of each token and entropy of its distribution; float32 nats.
 
-    Args:
-      states: in the compute dtype; row n is the state whose logits produced token n.
-      token_ids: int32, in the whole vocabulary.
-      matrix: in the compute dtype; of a device's slice of the vocabulary, if it is split.
+    States and matrix, perhaps a slice of the vocabulary, are in the compute dtype; row n is the
+    state whose logits produced token n. Token ids are int32, in the whole vocabulary.
     """
     return _forward(states, token_ids, matrix, tiles)[0]
 

@@ -23,10 +23,7 @@ KERNEL, BIAS = "score.weight", "score.bias"  # of the classifiers of transformer
 
 @dataclasses.dataclass(frozen=True)
 class ValueModel:
-    """One float32 value per state. Hashable and static under jit, as `Policy` is.
-
-    The parameters are the decoder's and `value_head: {kernel [D], bias []}`.
-    """
+    """One float32 value per state, from `value_head: {kernel [D], bias []}`; static under jit."""
 
     decoder: Policy  # with tied embeddings, so that it has no output matrix; see `of`
 
@@ -67,10 +64,7 @@ class ValueModel:
 
 
 def with_head(decoder: Params, kernel: Any = None, bias: Any = 0.0) -> Params:
-    """Parameters of a value model from a decoder's; a head of zeros without a kernel.
-
-    The head is in NumPy. An output matrix is left out.
-    """
+    """Parameters of a value model from a decoder's, with a NumPy head; zeros without a kernel."""
     if kernel is None:
         kernel = np.zeros(decoder["final_norm"]["scale"].shape, np.float32)
     head = {"kernel": np.asarray(kernel, np.float32), "bias": np.asarray(bias, np.float32)}
@@ -80,12 +74,10 @@ def with_head(decoder: Params, kernel: Any = None, bias: Any = 0.0) -> Params:
 def load_value_params(
     path: str | os.PathLike[str], model: ValueModel, shardings: Any = None
 ) -> Params:
-    """Float32 parameters from a Hugging Face directory, as `load_params` reads them.
+    """Float32 parameters of a Hugging Face directory, as `load_params` reads them.
 
-    Args:
-      path: of a causal language model, whose head becomes zeros; or of a sequence or token
-        classifier with one label, whose head is kept.
-      shardings: the tree from `parameter_shardings`; None for NumPy arrays.
+    The head of a causal language model becomes zeros; that of a sequence or token classifier with
+    one label is kept.
     """
     config = model.config
     decoder_shardings = None if shardings is None else _without_head(shardings)
@@ -98,10 +90,7 @@ def load_value_params(
 
 
 def read_head(path: str | os.PathLike[str], model: ValueModel) -> dict[str, np.ndarray]:
-    """The tensors of a classifier's head by their names; {} if the directory has none.
-
-    Raises UserError if the directory does not fit the model; see `check_params`.
-    """
+    """The tensors of a classifier's head by name, {} without one; UserError if they do not fit."""
     config = model.config
     return read_tensors(path, config, _others(config), (KERNEL, BIAS))
 

@@ -27,20 +27,14 @@ def data_element(name: str, value: Any) -> str:
 
 
 def content_policy(*scripts: str) -> str:
-    """A Content-Security-Policy: only these scripts and the kit run, and nothing is loaded.
-
-    It protects the reader if a text was not escaped.
-    """
+    """A Content-Security-Policy: only these scripts and the kit run, and nothing is loaded."""
     digests = (hashlib.sha256(script.encode()).digest() for script in (KIT, *scripts))
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
 
 
 def filled(template: str, parts: Mapping[str, str]) -> bytes:
-    """The template with every {{name}} replaced; unpaired surrogates become "?".
-
-    {{style}} and {{kit}} are the shared style and script of all pages.
-    """
+    """The template with every {{name}} replaced, {{style}} and {{kit}} shared by all pages."""
     parts = {"style": STYLE, "kit": KIT} | parts
     # One pass: braces in a part are not filled again.
     return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], template).encode(errors="replace")

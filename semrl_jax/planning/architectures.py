@@ -61,11 +61,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 
 
 def find_architecture(path: str, family: str = "") -> DecoderConfig:
-    """The architecture of `model.path`; of a published model without any file.
-
-    Instruction-tuned variants have the architecture of their base model. Raises UserError if the
-    path names neither a published model of the table nor a model directory.
-    """
+    """The architecture of `model.path`, of a published model without any file; or UserError."""
     fields = PUBLISHED.get(path.removesuffix("-Instruct"))
     if fields is not None:
         return config_from_hf(fields, family)

@@ -167,10 +167,7 @@ def find_cluster(text: str) -> Cluster | None:
         return None
     found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d?)", size)
     if found is None:
-        raise UserError(
-            f"--topology={text!r:.100}: the size of a GPU cluster is nodes x GPUs of each node, "
-            f"as in {name}:4x8."
-        )
+        raise UserError(f"--topology={text!r:.100} must be nodes x GPUs of each, as {name}:4x8.")
     return Cluster(CARDS[name], int(found[1]), int(found[2]))
 
 

@@ -49,19 +49,11 @@ def make_estimate(
     architecture: models.DecoderConfig,
     replica_nodes: int = 0,
 ) -> dict[str, Any]:
-    """The object of `plan.make_plan`, by closed forms, and the replicas.
-
-    Args:
-      replica_nodes: nodes of the cluster that have vLLM replicas; the others train.
-
-    Raises:
-      UserError: if the mesh fits neither the devices nor the model, or no node is left to train.
-    """
+    """The object of `plan.make_plan`, by closed forms, and the replicas on other nodes."""
     is_slice = isinstance(where, Slice)
     if replica_nodes and (is_slice or not 0 < replica_nodes < where.nodes):
         raise UserError(
-            f"--replica_nodes={replica_nodes} must be below the nodes of a GPU cluster, and "
-            f"--topology={where.name}; one of its nodes at least trains."
+            f"--replica_nodes={replica_nodes} must be below the nodes of --topology, of GPUs."
         )
     trains = where._replace(nodes=where.nodes - replica_nodes) if replica_nodes else where
     kind = "tpu" if is_slice else "gpu"
@@ -196,10 +188,7 @@ def _times(
 ) -> dict[str, Any]:
     """A program by its operations on all devices, and the bytes that one of them moves and sends.
 
-    Args:
-      mesh: size by axis.
-      sent: bytes by axis. In a ring around several nodes, they leave a node once for each
-        group of its devices.
+    In a ring around several nodes, bytes leave a node once for each group of its devices.
     """
     chip, count = where.chip, math.prod(mesh.values())
     inside, leaving, stride = 0.0, 0.0, count
@@ -245,8 +234,7 @@ def _replica(
         cards, most = rollout.vllm_tensor_parallelism, rollout.vllm_max_num_seqs
         if cards > where.per_node:
             raise UserError(
-                f"rollout.vllm_tensor_parallelism={cards} must be at most the {where.per_node} "
-                f"GPUs of a node of --topology={where.name}."
+                f"rollout.vllm_tensor_parallelism={cards} must be at most {where.per_node}."
             )
         copies = replica_nodes * (where.per_node // cards) or processes
         room = rollout.vllm_gpu_memory_utilization * chip.hbm_bytes

@@ -148,12 +148,9 @@ class _Instruction:
 
 
 def read(text: str, passes: int | None = None) -> Program:
-    """Reads `compiled.as_text()`. Collectives within one device are left out.
+    """Reads `compiled.as_text()` of any backend; collectives within one device are left out.
 
-    Args:
-      text: of a scheduled program of any backend.
-      passes: of the loops whose number of passes is not in the text. Without it, a collective or a
-        product in such a loop raises ValueError.
+    `passes` is of the loops whose number of passes is not in the text; without it, ValueError.
     """
     computations, entry = _computations(text)
     collectives, work = [], []
@@ -184,9 +181,7 @@ def by_kind_and_axis(
 ) -> list[dict[str, Any]]:
     """Sums by kind and mesh axes, such as all-gather over "fsdp"; the largest first.
 
-    Returns:
-      `kind`, `axes`, `times` (executions), `sent_bytes` of a device, and `overlapped`, the share of
-      these bytes that other work may overlap.
+    `overlapped` is the share of a device's `sent_bytes` that other work may overlap.
     """
     groups = collections.defaultdict(list)
     for one in collectives:
@@ -256,10 +251,7 @@ def _size(computations, name: str) -> int:
 
 
 def _trips(loop: _Instruction, computations, passes: int | None) -> float | int:
-    """How often a loop runs: from its own text, or from the only constant of its condition.
-
-    The counter begins at 0, as XLA writes all loops over layers, parts and blocks.
-    """
+    """How often a loop runs: from its own text, or from the only constant of its condition."""
     if trips := _TRIPS.search(loop.rest):
         return int(trips.group(1))
     condition = computations.get(loop.called("condition"), {})
@@ -317,11 +309,7 @@ def _hbm_arrays(shape: str) -> list[float | int]:
 
 
 def _hbm_bytes(instruction: _Instruction, instructions, computations) -> float | int:
-    """Bytes that an instruction reads and writes outside the chip.
-
-    Of an array that a fusion only slices, it reads the slice. An array that it updates in place is
-    written only where it changes.
-    """
+    """Bytes that an instruction moves outside the chip; of a slice or update, only that part."""
     opcode, own = instruction.opcode, _hbm_arrays(instruction.shape)
     given = [
         sum(_hbm_arrays(instructions[name].shape))

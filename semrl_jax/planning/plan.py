@@ -34,10 +34,7 @@ KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # bet
 def check(
     config: ml_collections.ConfigDict, topology: str, compiles: bool = True
 ) -> tuple[Slice | Cluster, models.DecoderConfig]:
-    """Finds every mistake that needs no compiler.
-
-    Raises UserError for an unknown topology, a wrong config, or a model larger than the devices.
-    """
+    """Finds every mistake that needs no compiler; UserError."""
     where = find_cluster(topology) or find_slice(topology)
     validate(config)
     if not config.model.path:
@@ -97,12 +94,8 @@ def make_plan(
 ) -> dict[str, Any]:
     """Compiles the programs that `names` and the run have, and reads them.
 
-    Returns:
-      One object of plain values, as `launch.plan --json` prints it. Bytes, operations and seconds
-      are those of one chip. A program that does not fit has no `times_s`.
-
-    Raises:
-      UserError: if the mesh fits neither the slice nor the model.
+    Returns one object of plain values, as `launch.plan --json` prints it, of one chip. A program
+    that does not fit has no `times_s`. UserError if the mesh fits neither the slice nor the model.
     """
     mesh = models.make_mesh(config.mesh.to_dict(), devices_of(where))
     models.check_mesh(architecture, mesh)

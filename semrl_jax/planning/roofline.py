@@ -30,10 +30,7 @@ class Products(NamedTuple):
 
     @property
     def training(self) -> float | int:
-        """Forward and backward, nothing computed twice: 6 N D and three times the attention.
-
-        Frozen kernels have no gradients of their own: 4 N D with adapters.
-        """
+        """Forward and backward, nothing twice: 6 N D (4 with adapters), 3 times the attention."""
         frozen = self.layers + self.head if self.adapters else 0
         return 3 * self.forward - frozen
 
@@ -46,10 +43,7 @@ def products(
     num_slots: float | int,
     num_adapters: float | int = 0,
 ) -> Products:
-    """The closed forms: what a model needs, however it is computed.
-
-    The tokens are in sequences of `num_columns`, and `num_slots` of them get logits.
-    """
+    """What a model needs in closed forms; `num_slots` of the tokens get logits."""
     heads = architecture.num_heads * architecture.head_dim
     return Products(
         layers=2 * num_tokens * active_parameters(architecture),

@@ -296,10 +296,7 @@ def _compiled(
 
 
 def too_large(message: str) -> float | None:
-    """The bytes that a program would use, from the compiler's refusal; None for another error.
-
-    If the temporaries alone do not fit, the compiler names only these.
-    """
+    """The bytes that a program would use, from the compiler's refusal; None: another error."""
     size = r"([\d.]+)([KMGT])"
     found = re.search(rf"Used {size} of [\d.]+[KMGT] hbm|HLO temporaries \({size}\)", message)
     if found is None:

@@ -51,10 +51,7 @@ class AdapterRecord(NamedTuple):
 
 
 def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:
-    """The record of a valid checkpoint; None if it holds all parameters.
-
-    Raises UserError if this version cannot read it.
-    """
+    """The record of a valid checkpoint; None: all parameters. UserError if it is of a new kind."""
     found = read_meta(folder).get(META)
     if found is None:
         return None
@@ -62,8 +59,7 @@ def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:
         return AdapterRecord(**found | {"modules": tuple(found["modules"])})
     except (TypeError, KeyError):
         raise UserError(
-            f"checkpoint {folder} describes its adapters in a way that this version of semrl_jax "
-            "does not know; update semrl_jax."
+            f"checkpoint {folder} has adapters of a newer version; update semrl_jax."
         ) from None
 
 
@@ -81,8 +77,7 @@ def restore_policy(
 ) -> models.Params:
     """The policy of a valid checkpoint; adapters are joined with their base, in `model`.
 
-    Without a mesh, it is on the host or the default device. Raises UserError if the checkpoint or
-    the base does not fit.
+    Without a mesh, it is on the host or the default device. UserError if it does not fit.
     """
     record, shapes = adapter_record(folder), policy.shapes()
     like = shapes if record is None else record.lora.shapes(shapes)

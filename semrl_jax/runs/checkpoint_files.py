@@ -51,11 +51,7 @@ def checkpoint_steps(directory: pathlib.Path) -> list[int]:
 
 
 def checkpoint_problem(folder: pathlib.Path) -> str:
-    """Reads a whole checkpoint and returns what is wrong with it; "" if it is valid.
-
-    Raises:
-      UserError: if its files match their manifest, but its format is newer than this code.
-    """
+    """Reads a whole checkpoint; what is wrong with it, or "". UserError for a newer format."""
     main = folder / "manifest.0.json"
     recorded = _read_object(main)
     if recorded is None:
@@ -82,8 +78,7 @@ def checkpoint_problem(folder: pathlib.Path) -> str:
         return f"{folder / META_FILE} has no format_version"
     if meta["format_version"] > FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {folder} has format_version={meta['format_version']}, but this version "
-            f"of semrl_jax reads up to {FORMAT_VERSION}; update semrl_jax."
+            f"checkpoint {folder} has format_version={meta['format_version']}; update semrl_jax."
         )
     position = meta.get("position")
     if not (
@@ -109,16 +104,7 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None:
-    """Raises if a valid checkpoint holds other arrays than `abstract`.
-
-    Args:
-      abstract: tree of arrays, or of their shapes and dtypes.
-      part: compare only arrays with this prefix, such as "params/".
-
-    Raises:
-      UnreadableError: if Orbax cannot read its own metadata of the arrays.
-      UserError: naming the first array that differs.
-    """
+    """UserError if a valid checkpoint holds other arrays than `abstract`, below `part`."""
     tree = _stored(folder)
     stored, expected = (
         {
@@ -159,15 +145,7 @@ def save_params(folder: pathlib.Path, params: Params) -> None:
 
 
 def restore_params(folder: pathlib.Path, like: Params) -> Params:
-    """The parameters of a valid checkpoint, of a whole train state or of parameters only.
-
-    Returns:
-      Parameters like `like`; those that were saved in bfloat16 are cast.
-
-    Raises:
-      UserError: if they have other names or shapes than `like` (arrays, or shapes of them), or
-        another dtype than float32 and bfloat16.
-    """
+    """The parameters of a valid checkpoint like `like`, from float32 or bfloat16; or UserError."""
     stored = like
     if "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(_stored(folder)["params"])}:
         stored = jax.tree.map(lambda leaf: _abstract(leaf, jnp.bfloat16), like)
@@ -177,15 +155,7 @@ def restore_params(folder: pathlib.Path, like: Params) -> Params:
 
 
 def restore_tree(folder: pathlib.Path, like: Any) -> Any:
-    """The arrays of `like` from a valid checkpoint that has at least these arrays.
-
-    Args:
-      folder: a checkpoint that `check_structure` accepts.
-      like: tree of arrays, or of shapes and dtypes; shardings in it are applied to the result.
-
-    Raises:
-      UnreadableError: if tensorstore cannot read them.
-    """
+    """The arrays of `like`, with its shardings, from a valid checkpoint that has at least these."""
     abstract = jax.tree.map(_abstract, like)
     state = ocp.args.PyTreeRestore(
         abstract,
@@ -236,8 +206,7 @@ def write_manifest(folder: pathlib.Path) -> None:
 def _let_failed_saves_end() -> None:
     """Makes Orbax wait for all writes of a save if one of them fails.
 
-    Orbax 0.12 closes the event loop of such a save at once. Each write that ends later then prints
-    a traceback, "Event loop is closed", from a thread of tensorstore.
+    Orbax 0.12 closes the loop of such a save at once. Each later write then prints a traceback.
     """
     run_in_loop = getattr(asyncio_utils, "_run_sync_via_new_loop", None)
     if run_in_loop is None:  # another version of Orbax
@@ -258,11 +227,10 @@ _let_failed_saves_end()
 
 
 def open_checkpointer(barrier: Callable[..., None] | None = None) -> ocp.AsyncCheckpointer:
-    """A context manager that reads and writes folders of `state` and `meta`.
+    """Reads and writes folders of `state` and `meta`.
 
-    Args:
-      barrier: function of `key` and `timeout_ms` that waits until all processes have written.
-        None: Orbax's own, which does not notice a failed process.
+    `barrier`, of `key` and `timeout_ms`, waits until all processes have written. None: Orbax's own,
+    which does not notice a failed process.
     """
     return ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(

@@ -45,18 +45,15 @@ ENDED_TIMEOUT_S = 60.0  # for the other processes to stop writing a failed check
 class Checkpoints:
     """Saves and restores the train state of one run.
 
-    A checkpoint is sealed when all processes have written their manifests.
-
-    A save that fails because of the disk, in any process, does not end the run. It is reported in
-    one line, its files are removed, and the next save tries again. At the end, `failure` tells
-    whether the last save failed.
+    A checkpoint is sealed when all processes have written their manifests. A save that fails
+    because of the disk does not end the run. It is reported in one line, its files are removed, and
+    the next save tries again. At the end, `failure` tells whether the last save failed.
 
     Args:
       directory: made if missing; used by this run only.
       keep, every_steps, keep_every, extra_steps: as in `config.checkpoints`. Old checkpoints are
         removed after a newer one is sealed.
-      warn: called with one line for each checkpoint that cannot be trusted or written, also from
-        another thread.
+      warn: gets a line for each that cannot be trusted or written, also from another thread.
       peers: the processes that hold the state. Each writes its part; only process 0 removes.
       adapter: what the parameters are, if they are adapters.
     """
@@ -137,15 +134,8 @@ class Checkpoints:
     def restore(self, like: TrainState) -> TrainState | None:
         """Restores the newest checkpoint whose files match their manifest; None if there is none.
 
-        `warn` gets a line for each newer checkpoint that cannot be trusted, and one if checkpoints
-        exist but none can be trusted.
-
-        Args:
-          like: a state with the shapes, dtypes and shardings to restore into.
-
-        Raises:
-          UserError: if a valid checkpoint has a newer format, adapters of another base, or holds
-            a state of other names, shapes or dtypes than `like`.
+        `warn` gets a line for each newer one that cannot be trusted. UserError for a newer format,
+        adapters of another base, or a state of other names, shapes or dtypes than `like`.
         """
         self.wait()
         like = like._replace(position=None)

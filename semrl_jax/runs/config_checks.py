@@ -38,10 +38,7 @@ from semrl_jax.support.modules import module_names
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first wrong field or combination of fields of a training run.
-
-    It adds the options of a user's algorithm that the config does not set.
-    """
+    """UserError for the first wrong field or combination; adds options of a user's algorithm."""
     check_sections(config)
     check_prompts(config.data)
     check_responses(config.rollout)
@@ -90,14 +87,12 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"algorithms.importance.{error}") from None
     if config.critic.path and not algorithm.needs.values:
         raise UserError(
-            f"critic.path={config.critic.path!r}: algorithms.name={config.algorithms.name!r} has "
-            "no critic; choose one that has, such as 'ppo', or leave the path empty."
+            f"critic.path is not read with algorithms.name={config.algorithms.name!r}; clear it."
         )
     if algorithm.needs.values and 0 < config.training.num_steps <= config.critic.warmup_steps:
         raise UserError(
             f"critic.warmup_steps={config.critic.warmup_steps} must be below training.num_steps="
-            f"{config.training.num_steps}: the policy would never be trained; lower "
-            "the former or raise the latter."
+            f"{config.training.num_steps}: the policy would never be trained."
         )
     least = 2 if algorithm.needs.groups else 1
     if rollout.group_size < least:
@@ -109,14 +104,12 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
     if rounds and rollout.group_size < 2:
         raise UserError(
             f"algorithms.batch_rules.max_sampling_rounds={rounds} keeps groups with unequal "
-            f"rewards, but rollout.group_size={rollout.group_size}; raise it to 2 or more, "
-            "or set max_sampling_rounds=0."
+            f"rewards; raise rollout.group_size={rollout.group_size}, or set it to 0."
         )
     if rounds and rules.keep_groups_by == "reward" and config.rewards.model.path:
         raise UserError(
-            f"algorithms.batch_rules.max_sampling_rounds={rounds} keeps groups by their rewards "
-            "while responses are sampled, but the scores of rewards.model come later; set "
-            "batch_rules.keep_groups_by='correctness'."
+            f"algorithms.batch_rules.max_sampling_rounds={rounds} needs rewards before those of "
+            "rewards.model come; set batch_rules.keep_groups_by='correctness'."
         )
 
 
@@ -159,42 +152,33 @@ def method_line(config: ml_collections.ConfigDict) -> str:
 def _check_data(config: ml_collections.ConfigDict) -> None:
     data, evaluation = config.data, config.evaluation
     benchmark_entries(evaluation)
+    if data.task in ("files", "reasoning_gym") and not config.model.path:
+        raise UserError(
+            f"data.task={data.task!r} needs model.path: a random model has the tokenizer of "
+            "arithmetic; python -m launch.random_model or launch.prepare_model makes a small one."
+        )
     if data.task == "files":
-        if not config.model.path:
-            raise UserError(
-                "data.task='files' needs model.path: a random model has only the tokenizer of the "
-                "arithmetic task; python -m launch.random_model makes a small model to try with."
-            )
         evaluation_files(evaluation.files)
         return
-    if data.task == "reasoning_gym":
-        if not config.model.path:
-            raise UserError(
-                "data.task='reasoning_gym' needs model.path: a random model has only the tokenizer "
-                "of the arithmetic task; python -m launch.prepare_model fetches a small real model."
-            )
-        named = [config.rewards.function, *config.rewards.functions]
-        if not any(named):
-            raise UserError(
-                "data.task='reasoning_gym' needs a verifier of its problems; set "
-                "rewards.function='reasoning_gym', the scorers of the data sets, or name your own."
-            )
+    if data.task == "reasoning_gym" and not any(
+        [config.rewards.function, *config.rewards.functions]
+    ):
+        raise UserError(
+            "data.task='reasoning_gym' needs a verifier: set rewards.function='reasoning_gym'."
+        )
     if data.files or evaluation.files:
         raise UserError(
-            f"data.files={tuple(data.files)}, evaluation.files={tuple(evaluation.files)}: files "
-            f"are not read with data.task={data.task!r}; set data.task='files'."
+            f"data.files and evaluation.files are not read with data.task={data.task!r}."
         )
     if data.task != "arithmetic":
         return
     if evaluation.num_problems > NUM_HELD_OUT:
         raise UserError(
-            f"evaluation.num_problems={evaluation.num_problems} must be at most {NUM_HELD_OUT}, "
-            "the number of held-out arithmetic problems."
+            f"evaluation.num_problems={evaluation.num_problems} must be at most {NUM_HELD_OUT}."
         )
     if config.rollout.max_prompt_tokens < MAX_PROMPT_TOKENS:
         raise UserError(
-            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} must be at least the "
-            f"{MAX_PROMPT_TOKENS} tokens of an arithmetic prompt."
+            f"rollout.max_prompt_tokens must be at least {MAX_PROMPT_TOKENS} in arithmetic."
         )
 
 
@@ -203,8 +187,7 @@ def _check_environment(config: ml_collections.ConfigDict) -> None:
     name, data, rewards = config.environment.name, config.data, config.rewards
     if (data.task == "environment") != bool(name):
         raise UserError(
-            f"data.task={data.task!r} and environment.name={name!r}: the task 'environment' is "
-            "that of an environment, and an environment has tasks of its own; set both, or neither."
+            f"data.task={data.task!r} and environment.name={name!r}: set both, or neither."
         )
     if not name:
         return
@@ -236,28 +219,24 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
     product = data.prompts_per_step * rollout.group_size
     if training.responses_per_step != product:
         raise UserError(
-            f"training.responses_per_step={training.responses_per_step} is derived and must be "
-            f"data.prompts_per_step * rollout.group_size = {product}; change one of those two."
+            f"training.responses_per_step={training.responses_per_step} is derived: {product}."
         )
     # The optimiser step of a smaller last mini-batch would be as large as that of a full one.
     size, total = training.prompts_per_minibatch, data.prompts_per_step
     divides("training.prompts_per_minibatch", size, "data.prompts_per_step", total)
     if profiled_steps(config.profile).stop > training.num_steps:
         raise UserError(
-            f"profile.steps={config.profile.steps!r} must end at training.num_steps="
-            f"{training.num_steps} at the latest; steps count from 0."
+            f"profile.steps={config.profile.steps!r} must end at training.num_steps at the latest."
         )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if 0 < training.micro_batch_tokens < longest:
         raise UserError(
-            f"training.micro_batch_tokens={training.micro_batch_tokens} must be at least the "
-            f"{longest} tokens of the longest sequence (rollout.max_prompt_tokens + "
-            "rollout.max_response_tokens); 0 counts rows by training.micro_batch_size."
+            f"training.micro_batch_tokens={training.micro_batch_tokens} must be at least "
+            f"{longest}, the longest prompt and response; 0 counts rows by micro_batch_size."
         )
     if training.pack_sequences and not training.micro_batch_tokens:
         raise UserError(
-            "training.pack_sequences=True packs rows of training.micro_batch_tokens, which is 0; "
-            f"set it to {longest} or more."
+            f"training.pack_sequences=True needs training.micro_batch_tokens of {longest} or more."
         )
 
 
@@ -290,28 +269,24 @@ def _check_measured(config: ml_collections.ConfigDict) -> None:
         name, _, layer = MetricKey.parse(indicator)
         if name not in (*measured, *METRICS):
             raise UserError(
-                f"shaping uses {indicator!r}, which is unknown; it may use metrics of "
-                f"metrics.names, such as {METRICS}, with _velocity and _acceleration after the "
-                f"name, of the tokens {', '.join(TOKEN_INDICATORS)}, and of metrics.of_groups "
-                f"{GROUP_INDICATOR}."
+                f"shaping uses {indicator!r}, which is unknown; it may use metrics.names, "
+                f"such as {METRICS}, with _velocity and _acceleration, {GROUP_INDICATOR} of "
+                f"metrics.of_groups, and {', '.join(TOKEN_INDICATORS)}."
             )
         if shaping.target == "none":
             continue
         if source == "none":
             raise UserError(
-                f"hidden_states.source='none' measures no hidden states, but the shaping uses "
-                f"{indicator!r}; set another source, shaping.target='none', or indicators of the "
-                f"tokens: {', '.join(TOKEN_INDICATORS)}."
+                f"hidden_states.source='none', but the shaping uses {indicator!r}; set another "
+                f"source, shaping.target='none', or one of {', '.join(TOKEN_INDICATORS)}."
             )
         if layer not in metrics.layers:
             raise UserError(
-                f"shaping uses {indicator!r}, but metrics.layers={tuple(metrics.layers)} does not "
-                "have its layer; add it there."
+                f"shaping uses {indicator!r}: add it to metrics.layers={tuple(metrics.layers)}."
             )
         if name not in measured:
             raise UserError(
-                f"shaping uses {indicator!r}, which metrics.names={tuple(metrics.names)} does not "
-                "measure; add its metric there."
+                f"shaping uses {indicator!r}: add it to metrics.names={tuple(metrics.names)}."
             )
     if shaping.target != "none":
         _check_windows(config, options.used)
@@ -344,19 +319,16 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
         return
     if lora.path and not model.path:
         raise UserError(
-            f"lora.path={lora.path!r} needs model.path, the base of the adapter; set it to the "
-            "base_model_name_or_path of its adapter_config.json."
+            f"lora.path={lora.path!r} needs its base, base_model_name_or_path, as model.path."
         )
     if model.param_dtype != "float32":
         raise UserError(
-            f"model.param_dtype={model.param_dtype!r} rounds parameters that are trained, but with "
-            "lora.rank these are float32 adapters; set it to 'float32', and lora.base_dtype for "
-            "the base."
+            f"model.param_dtype={model.param_dtype!r} rounds what is trained, float32 adapters "
+            "with lora.rank; set it to 'float32', and lora.base_dtype for the base."
         )
     if "reference" in config.training.offload:
         raise UserError(
-            f"training.offload={tuple(config.training.offload)} moves the reference, but with "
-            "lora.rank it is the base, which stays; remove 'reference'."
+            "training.offload moves the reference, with lora.rank the base; remove 'reference'."
         )
     if model.reference_dtype not in ("float32", lora.base_dtype):
         raise UserError(
@@ -384,23 +356,20 @@ def _check_ahead(config: ml_collections.ConfigDict) -> None:
         return
     if lag >= num_steps > 0:
         raise UserError(
-            f"rollout.max_staleness={lag} must be below training.num_steps={num_steps}: no batch "
-            "would be sampled with trained weights; lower the lag or raise the steps."
+            f"rollout.max_staleness={lag} must be below training.num_steps={num_steps}; lower it."
         )
     if config.hidden_states.compare_every:
         raise UserError(
-            f"hidden_states.compare_every={config.hidden_states.compare_every} compares states of "
-            f"the same weights, but with rollout.max_staleness={lag} those of the responses are "
-            "of an earlier step; set compare_every=0."
+            "hidden_states.compare_every compares states of the same weights, and with "
+            f"rollout.max_staleness={lag} they differ; set compare_every=0."
         )
     if num_parts(config.rollout) == 1:
         return
     parts = f"rollout.in_flight='keep' with rollout.max_staleness={lag} samples responses in parts"
     if rounds := config.algorithms.batch_rules.max_sampling_rounds:
         raise UserError(
-            f"{parts}, the first before the prompts of the batch before are known under "
-            f"algorithms.batch_rules.max_sampling_rounds={rounds}; set one of in_flight='wait' and "
-            "max_sampling_rounds=0."
+            f"{parts} before earlier prompts are known under algorithms.batch_rules."
+            f"max_sampling_rounds={rounds}; set in_flight='wait' or max_sampling_rounds=0."
         )
     if config.hidden_states.source == "rollout" and config.metrics.placement == "rollout":
         raise UserError(

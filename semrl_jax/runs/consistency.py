@@ -53,8 +53,7 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
                 if own.get(name) != other.get(name):
                     raise UserError(
                         f"process {process} has {name}={other.get(name)!r}, process {peers.index} "
-                        f"has {own.get(name)!r}; start all processes with the same command and the "
-                        "same environment."
+                        f"{own.get(name)!r}; start all with the same command and environment."
                     )
 
     run_phase(peers, "compare", compare)
@@ -71,10 +70,7 @@ def code_hash() -> str:
 
 
 def function_hash(path: str) -> str:
-    """Hex SHA-256 of the file of 'package.module:name'; empty if there is no such file.
-
-    The module is not imported, because its code must run only in the verifier processes.
-    """
+    """Hex SHA-256 of the file of 'package.module:name', which is not imported; "" without one."""
     places = None
     for name in itertools.accumulate(path.partition(":")[0].split("."), "{}.{}".format):
         spec = importlib.machinery.PathFinder.find_spec(name, places)

@@ -63,8 +63,7 @@ class Summary:
 def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     """Checks a training run: settings, files, model, verifiers, replicas, memory, disk.
 
-    With several processes, each checks what it sees itself, on its own devices. Returns 0, the exit
-    code. Raises UserError for the first thing that would end the run.
+    Each of several processes checks its own devices. Returns 0, the exit code, or raises UserError.
     """
     validate(config)
     check_trackers(config.logging)
@@ -183,10 +182,7 @@ def check_replicas(
     directory: pathlib.Path,
     summary: Summary,
 ) -> None:
-    """Connects to `rollout.addresses`; checks that replicas of its own could be started.
-
-    The directory is that of a run to which the replicas may belong.
-    """
+    """Connects to `rollout.addresses`; checks that replicas of its own could be started."""
     rollout = config.rollout
     if is_embedded(config):
         summary("replicas", "this process samples (JAX engine)")
@@ -260,8 +256,7 @@ def _check_run(
     if needed > free:
         raise UserError(
             f"workdir={workdir}: {count} checkpoints of {size_text(size)} take {size_text(needed)} "
-            f"more, and {existing} has {size_text(free)} free; make room, name another workdir, "
-            "or lower checkpoints.keep."
+            f"more, and {existing} has {size_text(free)} free; make room or lower checkpoints.keep."
         )
     summary("disk", f"{size_text(needed)} for {count} checkpoint(s), of {size_text(free)} free")
     state = f"resumes, checkpoints of steps {saved}" if resumed else "a new run"

@@ -25,15 +25,7 @@ def save_model(
     peers: Peers,
     **options: Any,
 ) -> None:
-    """Writes the directory, completely or not at all; one that exists is replaced.
-
-    Only process 0 writes; all must call it.
-
-    Args:
-      params: of the policy, perhaps on several hosts.
-      base: model directory that training began with. Other settings of its config.json are kept.
-      options: further ones of `models.save_directory`.
-    """
+    """Writes the directory like `base`, completely or not at all; all processes call it."""
     if peers.count > 1:
         params = models.to_host(params)
 
@@ -60,10 +52,7 @@ def save_trained(
     peers: Peers,
     dtype: str = "float32",
 ) -> None:
-    """Writes the model of a run, and its adapters for `peft` and `lora.path`; as `save_model`.
-
-    `params` are all parameters of the policy, or adapters upon `frozen`.
-    """
+    """Writes the model of a run, and its adapters for `peft` and `lora.path`; as `save_model`."""
     path, whole = run.workdir.path, models.adapted(params, frozen)
     save_model(path / MODEL, whole, architecture, run.tokenizer, base, peers, dtype=dtype)
     if (record := run.checkpoints.adapter) is None:

@@ -16,11 +16,7 @@ POLL_S = 0.1
 
 
 class JointSave:
-    """One save by several processes. In a single process, all methods return at once.
-
-    The name of a save was never used before. It is the same in every process, and so is the name of
-    a point.
-    """
+    """One save by several processes, with a name that is new and equal in all; see `wait`."""
 
     def __init__(self, name: str, peers: Peers):
         self._name, self._peers = name, peers
@@ -58,8 +54,7 @@ class JointSave:
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self._peers.count)) - arrived.keys())
                 raise TimeoutError(
-                    f"processes {missing} have not reached {point!r} of a checkpoint within "
-                    f"{timeout_s:g} s"
+                    f"processes {missing} have not reached {point!r} within {timeout_s:g} s"
                 )
             time.sleep(POLL_S)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import jax
 import ml_collections
 
 from semrl_jax.cluster import exit_without_peers, find_place, join
@@ -21,7 +23,6 @@ from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.consistency import check_same
 from semrl_jax.runs.export import ADAPTER, MODEL, save_trained
-from semrl_jax.runs.profiling import profiled
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.starting_model import starting_directory, with_own_model
@@ -48,18 +49,14 @@ EXIT_PREEMPTED = 75
 def join_others(
     config: ml_collections.ConfigDict, environ: Mapping[str, str], quiet: bool = False
 ) -> tuple[Peers, Reporter]:
-    """The processes of this job, and a reporter that prints only in process 0.
-
-    Raises UserError if a process cannot be reached, or `distributed.phase_timeout_s` is too small.
-    """
+    """The processes of this job, and a reporter that prints only in process 0; or UserError."""
     settings = config.distributed
     place = find_place(settings, environ)
     call_timeout_s = config.rollout.call_timeout_s
     if place.num_processes > 1 and settings.phase_timeout_s <= call_timeout_s:
         raise UserError(
-            f"distributed.phase_timeout_s={settings.phase_timeout_s:g} must be above "
-            f"rollout.call_timeout_s={call_timeout_s:g}, because the others wait while one process "
-            "samples; raise the former or lower the latter."
+            f"distributed.phase_timeout_s={settings.phase_timeout_s:g} must be above rollout."
+            f"call_timeout_s={call_timeout_s:g}: the others wait while one process samples."
         )
     reporter = Reporter(silent=place.process_id > 0, quiet=quiet)
     # JAX aborts without naming the lost process, so its timeout is longer than ours.
@@ -89,9 +86,8 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fa
     place = find_place(config.distributed, os.environ)
     if place.num_processes > 1:
         raise UserError(
-            f"distributed: process {place.process_id} of {place.num_processes} (from "
-            f"{place.source}), but one process makes a warm start; start it alone with "
-            "--config.distributed.num_processes=1, or only launch.train, which makes it too."
+            f"distributed: one process makes a warm start, this is {place.process_id} of "
+            f"{place.num_processes} (from {place.source}); set distributed.num_processes=1."
         )
     reporter = Reporter(quiet=quiet)
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
@@ -116,16 +112,9 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fa
 def train(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) -> int:
     """Starts a run, or resumes the run in the directory.
 
-    Args:
-      quiet: print only the last block and what needs attention.
-
-    Returns:
-      0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be written
-      to disk.
-
-    Raises:
-      UserError: for a wrong setting, directory, address or token, before any training.
-      RuntimeError: if the updates stay non-finite, or no replica can sample.
+    Returns 0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be
+    written to disk. UserError for a wrong setting, directory, address or token, before any
+    training; RuntimeError if the updates stay non-finite, or no replica can sample.
     """
     return exit_code(train_steps(config, workdir, quiet))
 
@@ -133,10 +122,7 @@ def train(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) 
 def train_steps(
     config: ml_collections.ConfigDict, workdir: str, quiet: bool = False
 ) -> Generator[tuple[StepResult, dict[str, float]], None, int]:
-    """Trains as `train` does; yields every step after it is recorded, and its row of the log.
-
-    Closing the generator ends the run as a signal does.
-    """
+    """Trains as `train` does; yields every recorded step and its row. Closing it ends the run."""
     return (yield from start(config, workdir, open_run, _train, quiet))
 
 
@@ -156,12 +142,7 @@ def start(
     work: Callable[[ml_collections.ConfigDict, Opened], Work],
     quiet: bool = False,
 ) -> Work:
-    """Joins the processes, opens the directory and the run, and works; see `train`.
-
-    Args:
-      open_: makes the parts of the run, as `open_run` does.
-      work: gets the config and these parts.
-    """
+    """Joins the processes, opens directory and run (`open_`), and works with these; see `train`."""
     validate(config)
     check_trackers(config.logging)
     peers, reporter = join_others(config, os.environ, quiet)
@@ -220,8 +201,7 @@ def _train(
     announce(run, first_step)
     if first_step > num_steps:
         raise UserError(
-            f"training.num_steps={num_steps} is less than the {first_step} steps "
-            f"{directory.path} has finished; raise it or name a new workdir."
+            f"training.num_steps={num_steps} is less than the {first_step} finished; raise it."
         )
     run.begin_rows(first_step)
     try:
@@ -326,3 +306,31 @@ def end_early(run: Run, state: TrainState, preempted: Preempted) -> int:
         run.reporter.notice(f"{preempted}: {failure}; make room, the same command goes on")
         return EXIT_NOT_SAVED
     return EXIT_PREEMPTED
+
+
+def profiled(
+    results: Iterator[StepResult], first_step: int, steps: range, directory: pathlib.Path
+) -> Iterator[StepResult]:
+    """Takes the steps from `first_step` on, and records a JAX profile of those in `steps`.
+
+    The profile has one marker per step and per phase. It is written to `plugins/profile/<time>/`
+    when its last step ends, or when the training ends before that.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python functions would be most of the file
+    step = first_step
+    with contextlib.ExitStack() as recording:
+        while True:
+            if step in (steps.start, first_step) and step in steps:
+                jax.profiler.start_trace(
+                    str(directory), create_perfetto_trace=True, profiler_options=options
+                )
+                recording.callback(jax.profiler.stop_trace)
+            with jax.profiler.StepTraceAnnotation("step", step_num=step):
+                result = next(results, None)
+            step += 1
+            if step not in steps:
+                recording.close()  # before the caller records the result
+            if result is None:
+                return
+            yield result

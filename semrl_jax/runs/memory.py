@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import ml_collections
@@ -35,15 +35,10 @@ def check_room(
     parts: Mapping[str, float | int],
     reporter: Reporter | None = None,
 ) -> None:
-    """Refuses a run that could not fit even if everything else on this machine ended.
+    """UserError for a run that could not fit even if everything else on this machine ended.
 
-    Args:
-      parts: from `least_parts` or `least_parts_sft`.
-      reporter: gets a line with the parts, and a notice if too little is free now.
-
-    Raises:
-      UserError: if the parts take more than the devices have, or the machine and its container if
-        its cores are the devices. Devices that do not tell their memory are not checked.
+    `reporter` gets a line with the parts, and a notice if too little is free now. Devices that do
+    not tell their memory are not checked.
     """
     is_host = jax.local_devices()[0].platform == "cpu"
     limit = total_bytes() if is_host else device_bytes()
@@ -94,34 +89,46 @@ def least_parts(
     """Bytes that a training run holds at the same time, by what holds them; a lower bound.
 
     They are those of one device, or of all devices of this process if these share the memory of
-    the machine. Activations, logits, caches and programs come on top, and copies that exist for a
-    moment only.
+    the machine. Activations, logits, caches, programs and short copies come on top.
     """
     sizes = _Sizes(config, mesh, inputs.lora)
     # A run without steps, for evaluation alone, has no gradients.
     parts = sizes.of_update("training", inputs.policy, config.training.num_steps > 0)
-    architecture, num_copies = inputs.policy.config, num_earlier(config.rollout)
-    if inputs.lora is not None:  # the base is the reference
-        parts[BASE] = sizes.frozen(architecture, config.lora.base_dtype)
-    elif inputs.plan.reference != NONE and "reference" not in sizes.away:
-        parts[REFERENCE] = sizes.frozen(architecture, config.model.reference_dtype)
+    architecture = inputs.policy.config
+    count = num_trained(architecture, inputs.lora, mesh) * sizes.num_devices
+    parts |= _kept(config, inputs, count, sizes.frozen, sizes.away)
     if inputs.critic is not None:
         # Without its gradients, which come after the gradients of the policy.
         parts["critic"] = sum(sizes.of_update("critic", inputs.critic, False).values())
-        if inputs.lora is not None and inputs.critic_directory is not None:
-            parts["base of the critic"] = sizes.frozen(inputs.critic.config, config.lora.base_dtype)
-    if inputs.reward_model is not None:
-        model = inputs.reward_model.model.config
-        parts["reward model"] = sizes.frozen(model, config.rewards.model.dtype)
-    if num_copies:
-        dtype = weight_dtype(config) if inputs.lora is None else "float32"
-        count = num_trained(architecture, inputs.lora, mesh)
-        parts[EARLIER] = num_copies * width(dtype) * count * sizes.num_devices
     if is_embedded(config) and jax.process_index() in sampling_processes(processes_of(mesh)):
         # Devices of one machine may share one copy.
         parts[REPLICA] = width(config.model.compute_dtype) * num_parameters(architecture)
         if not is_machine(mesh):
             parts[REPLICA] /= configured_mesh(config, architecture).shape["tensor"]
+    return parts
+
+
+def _kept(
+    config: ml_collections.ConfigDict,
+    inputs: Inputs,
+    num_trained: float | int,
+    frozen: Callable[[models.DecoderConfig, str], float | int],
+    away: Sequence[str],
+) -> dict[str, float | int]:
+    """Bytes of what stays during a run: earlier weights, and models that are not trained."""
+    parts, base_dtype = {}, config.lora.base_dtype
+    if copies := num_earlier(config.rollout):
+        dtype = weight_dtype(config) if inputs.lora is None else "float32"
+        parts[EARLIER] = copies * width(dtype) * num_trained
+    if inputs.lora is not None:  # the base is the reference
+        parts[BASE] = frozen(inputs.policy.config, base_dtype)
+        if inputs.critic is not None and inputs.critic_directory is not None:
+            parts["base of the critic"] = frozen(inputs.critic.config, base_dtype)
+    elif inputs.plan.reference != NONE and "reference" not in away:
+        parts[REFERENCE] = frozen(inputs.policy.config, config.model.reference_dtype)
+    if inputs.reward_model is not None:
+        model = inputs.reward_model.model.config
+        parts["reward model"] = frozen(model, config.rewards.model.dtype)
     return parts
 
 
@@ -203,27 +210,17 @@ def memory_parts(
 ) -> Mapping[str, float | int]:
     """Bytes of one device by what takes them; estimates, see docs/memory.md."""
     architecture, training, rollout = inputs.policy.config, config.training, config.rollout
-    is_host = is_machine(mesh)  # what is offloaded is in the same memory
-    params = num_parameters(architecture, mesh)
     parts = {UPDATE: sum(update_sizes(config, inputs, mesh).values())}
-    if copies := num_earlier(rollout):
-        dtype = weight_dtype(config) if inputs.lora is None else "float32"
-        parts[EARLIER] = copies * width(dtype) * num_trained(architecture, inputs.lora, mesh)
-    is_away = "reference" in training.offload and not is_host
-    if inputs.lora is not None:  # the base is the reference
-        parts[BASE] = width(config.lora.base_dtype) * params
-    elif inputs.plan.reference != NONE and not is_away:
-        parts[REFERENCE] = width(config.model.reference_dtype) * params
+    parts |= _kept(
+        config,
+        inputs,
+        num_trained(architecture, inputs.lora, mesh),
+        lambda model, dtype: width(dtype) * num_parameters(model, mesh),
+        () if is_machine(mesh) else training.offload,  # of a machine, in the same memory
+    )
     if inputs.critic is not None:
-        critic = inputs.critic.config
         per = per_parameter(config, "critic", inputs.critic, inputs.lora)
-        parts["critic"] = per.in_update * num_trained(critic, inputs.lora, mesh)
-        if inputs.lora is not None and inputs.critic_directory is not None:
-            count = num_parameters(critic, mesh)
-            parts["base of the critic"] = width(config.lora.base_dtype) * count
-    if inputs.reward_model is not None:
-        count = num_parameters(inputs.reward_model.model.config, mesh)
-        parts["reward model"] = width(config.rewards.model.dtype) * count
+        parts["critic"] = per.in_update * num_trained(inputs.critic.config, inputs.lora, mesh)
     if is_embedded(config):
         first, *_ = devices = list(mesh.devices.flat)
         own = [device for device in devices if device.process_index == first.process_index]

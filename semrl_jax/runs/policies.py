@@ -70,7 +70,7 @@ def _run_of_checkpoint(path: pathlib.Path) -> pathlib.Path | None:
 def find_policies(
     path: str, steps: Sequence[int] | None, field: str = "--policy", name: str = ""
 ) -> list[PolicySource]:
-    """The policies of a path.
+    """The policies of a path; UserError if there is none, or no checkpoint of a step.
 
     Args:
       path: a run directory; one of its checkpoints; a directory that `launch.convert` made of
@@ -79,9 +79,6 @@ def find_policies(
         checkpoints. None: the newest valid checkpoint.
       field: the flag or setting that names the path, for error messages.
       name: what each policy is called, before the step of a run; empty: the directory's name.
-
-    Raises:
-      UserError: if there is no policy, or no checkpoint of a step.
     """
     directory = pathlib.Path(path)
     try:
@@ -95,8 +92,7 @@ def find_policies(
     if run is not None:
         if steps:
             raise UserError(
-                f"--steps chooses among the checkpoints of a run, but {field}={path} is one "
-                f"checkpoint; name the run, {run}."
+                f"--steps chooses checkpoints of a run, and {field}={path} is one; name {run}."
             )
         saved = checkpoint_steps(directory.parent) if directory.parent.is_dir() else []
         if int(directory.name) not in saved:
@@ -107,10 +103,7 @@ def find_policies(
     if (directory / "checkpoints").is_dir() or run_of(directory) is not None:
         return _of_run(directory, steps, field, name)
     if steps is not None:
-        raise UserError(
-            f"--steps chooses among the checkpoints of a run, but {field}={path} is none; leave "
-            "--steps out."
-        )
+        raise UserError(f"--steps is for a run, and {field}={path} is none; leave it out.")
     if models.peft.is_adapter(path):
         base = models.peft.find_adapter(path).base()
         return [PolicySource(name, base, adapter=directory)]
@@ -134,8 +127,7 @@ def _of_run(
             if not checkpoint_problem(folder / str(step)):
                 return [named(f"{name}-step{step}", checkpoint=folder / str(step), step=step)]
         raise UserError(
-            f"{field}={directory} has no valid checkpoint (those of steps {saved}); --steps=0 is "
-            "the model that it began with."
+            f"{field}={directory} has no valid checkpoint ({saved}); --steps=0 is its first model."
         )
     found = []
     for step in steps or [0, *saved]:
@@ -145,8 +137,7 @@ def _of_run(
             found.append(named(f"{name}-step0"))
         else:
             raise UserError(
-                f"--steps has {step}, but {directory} has checkpoints of steps {saved}; step 0 is "
-                "the model that it began with."
+                f"--steps has {step}, but {directory} has {saved}, and 0, its first model."
             )
     if not found:
         raise UserError(f"{field}={directory} has no checkpoint; --steps=0 is its first model.")

@@ -26,8 +26,7 @@ class MetricWriter:
 
     Opening removes rows at or after `first_step`, so that no step occurs twice in a resumed run. A
     tracker that still has the rows of an earlier start gets none of them again but the last, which
-    may have had an evaluation only. A step that is repeated has the same numbers. The trackers are
-    closed with the file.
+    may have had an evaluation only.
     """
 
     def __init__(self, workdir: pathlib.Path, first_step: int, trackers: Sequence[Tracker]):
@@ -99,11 +98,7 @@ def write_rollouts(
     text: Callable[[np.ndarray], str],
     benchmarks: Sequence[str] | None = None,
 ) -> None:
-    """Writes responses as Parquet, see `support.response_files`; the file is complete or missing.
-
-    `text` makes texts with special tokens. `benchmarks` has that of each response of an evaluation;
-    None: training responses.
-    """
+    """Writes responses as Parquet, complete or not at all; with `benchmarks`, of an evaluation."""
     directory.mkdir(exist_ok=True)
     columns = scored.columns([array.name for array in TOKEN_ARRAYS if array.is_recorded], text)
     columns["step"] = [step] * len(scored)

@@ -160,9 +160,8 @@ def check_inputs(
     plan = PassPlan.of(algorithm, config)
     if config.metrics.drift_every and plan.reference == NONE:
         raise UserError(
-            f"metrics.drift_every={config.metrics.drift_every} compares with the reference, but "
-            f"algorithms.name={config.algorithms.name!r} with these settings has none; set "
-            "algorithms.loss.kl_coefficient above 0, or drift_every=0."
+            f"metrics.drift_every={config.metrics.drift_every} needs a reference, which algorithms."
+            f"name={config.algorithms.name!r} has with algorithms.loss.kl_coefficient above 0."
         )
     if "reference" in config.training.offload and plan.reference == NONE:
         raise UserError(
@@ -189,8 +188,7 @@ def check_inputs(
         name, credit = config.environment.name, config.algorithms.advantage.credit
         if name and environments[name].is_self_play and credit != "turn":
             raise UserError(
-                f"environment.name={name!r}: the policy plays all sides, whose rewards sum to 0 in "
-                "an episode; set algorithms.advantage.credit=turn, or an opponent."
+                f"environment.name={name!r} is self-play; set algorithms.advantage.credit=turn."
             )
     critic = critic_directory = None
     if algorithm.needs.values:
@@ -229,10 +227,7 @@ def open_run(
     stop: StopRequest,
     peers: Peers,
 ) -> Iterator[OpenRun]:
-    """Builds all parts of a run, and closes them at the end of the block.
-
-    With several processes, all call it together. A user mistake in one process ends all.
-    """
+    """Builds all parts of a run, and closes them at the end; all processes call it together."""
     mesh = models.make_mesh(config.mesh.to_dict())
     check_micro_batches("training", config.training, mesh)
     with contextlib.ExitStack() as stack:
@@ -398,10 +393,7 @@ def open_run(
 def critic_base(
     config: ml_collections.ConfigDict, inputs: Inputs, policy: models.Base, mesh: Mesh
 ) -> tuple[models.Params, models.Params]:
-    """The frozen part of a critic with adapters, and the head that it starts with.
-
-    Without `critic.path` the frozen part is the policy's, not a copy of it.
-    """
+    """The frozen part of a critic with adapters, perhaps the policy's own, and its first head."""
     if inputs.critic_directory is None:
         params = models.with_head(policy.params)
     else:
@@ -435,9 +427,8 @@ def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mes
     rows = math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
     if not section.micro_batch_tokens and section.micro_batch_size % rows:
         raise UserError(
-            f"{name}.micro_batch_size={section.micro_batch_size} must be a multiple of "
-            f"the {rows} data shards (mesh.replica * mesh.fsdp * mesh.expert); change it or the "
-            "mesh."
+            f"{name}.micro_batch_size={section.micro_batch_size} must be a multiple of the {rows} "
+            "data shards (mesh.replica * mesh.fsdp * mesh.expert)."
         )
     if section.micro_batch_tokens % mesh.shape["sequence"]:
         raise UserError(
@@ -447,10 +438,9 @@ def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mes
 
 
 def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:
-    """Checks that the inputs are the same in all processes, and the same as at the first start.
+    """UserError if the inputs differ between processes, or from the first start.
 
-    The weights in `model_path` are an input too, because the KL penalty refers to them. A warm
-    start is not: the run makes it. Raises UserError if an input differs.
+    The weights in `model_path` are an input too, because the KL penalty refers to them.
     """
     directory = models.find_directory(model_path) if model_path else None
     own = hashes | ({"weights": models.weights_sample(directory)} if directory else {})
@@ -461,8 +451,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
             for name, value in own.items():
                 if others.get(name) != value:
                     raise UserError(
-                        f"process {process} reads other {name} than process {peers.index}; give "
-                        "all processes the same files."
+                        f"process {process} reads other {name} than process {peers.index}."
                     )
 
     run_phase(peers, "inputs", compare)
@@ -479,8 +468,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
 def weights_hash(workdir: Workdir, directory: pathlib.Path, sample: str) -> str:
     """`models.weights_hash`; reads the files only if they have changed since the last start.
 
-    As in make and git, files are unchanged if their times of modification are the same. Here their
-    sample, `models.weights_sample`, must be the same too: copies and images may keep old times.
+    Files are unchanged if their times and their sample are: copies and images may keep old times.
     """
     files = sorted(directory.glob("*.safetensors"))
     state = {"sample": sample, "changed_ns": [file.stat().st_mtime_ns for file in files]}
@@ -513,15 +501,11 @@ def check_model_limits(
     for section in ("rollout", "evaluation"):
         if (top_k := config[section].top_k) > vocab_size:
             raise UserError(
-                f"{section}.top_k={top_k} must be at most the {vocab_size} tokens of the "
-                "vocabulary; 0 keeps all."
+                f"{section}.top_k={top_k} must be at most vocab_size={vocab_size}; 0 keeps all."
             )
     for token in rollout.stop_token_ids:
         if not 0 <= token < vocab_size:
-            raise UserError(
-                f"rollout.stop_token_ids has {token}, which is not in the vocabulary of "
-                f"{vocab_size} tokens."
-            )
+            raise UserError(f"rollout.stop_token_ids has {token}, but vocab_size is {vocab_size}.")
     data.stop_word_ids(tokenizer, rollout.stop_words)
     if rollout.stop_strings or config.evaluation.stop_strings:
         data.TokenBytes(tokenizer)

@@ -66,8 +66,7 @@ class Inputs:
                     raise UserError(f"sft.{field}: {error}") from None
         if len(set(names)) < len(names):
             raise UserError(
-                f"sft.evaluation_files={tuple(sft.evaluation_files)}: two files have the same name "
-                "without ending, which names their loss in the log; rename one."
+                "sft.evaluation_files: two files have the same name without ending; rename one."
             )
         self.policy, self.tokenizer = build_policy(config)
         architecture = self.policy.config
@@ -237,10 +236,7 @@ def open_fine_tuning(
     stop: StopRequest,
     peers: Peers,
 ) -> Iterator[OpenFineTuning]:
-    """Builds all parts of a run, and closes them at the end of the block.
-
-    With several processes, all call it together. A user mistake in one process ends all.
-    """
+    """Builds all parts of a run, and closes them at the end; all processes call it together."""
     sft = config.sft
     mesh = models.make_mesh(config.mesh.to_dict())
     check_micro_batches("sft", sft, mesh)
@@ -291,19 +287,10 @@ def open_fine_tuning(
 def fine_tune(
     config: ml_collections.ConfigDict, workdir: str, quiet: bool = False, file: str = "FILE"
 ) -> int:
-    """Starts a supervised fine-tuning, or resumes the one in the directory.
+    """Starts a supervised fine-tuning, or resumes the one in the directory; codes as `train`.
 
-    Args:
-      quiet: print only the last block and what needs attention.
-      file: the config's, for the command that is printed as the next one.
-
-    Returns:
-      0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be written
-      to disk.
-
-    Raises:
-      UserError: for a wrong setting, file, row or directory, before any training.
-      RuntimeError: if the updates stay non-finite.
+    `file` is the config's, for the next command that is printed. UserError for a wrong setting,
+    file, row or directory, before any training; RuntimeError if the updates stay non-finite.
     """
     work = functools.partial(_fine_tune, file)
     return exit_code(start(config, workdir, open_fine_tuning, work, quiet))

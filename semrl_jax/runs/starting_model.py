@@ -26,13 +26,8 @@ def with_own_model(
 ) -> ml_collections.ConfigDict:
     """The config with a model directory as `model.path`, also if that names a run or a checkpoint.
 
-    The parameters of the run's newest checkpoint, or of that checkpoint, are written to
-    WORKDIR/start at the first start. Later starts need the other run no more: it may go on, and
-    remove its checkpoint.
-
-    Raises:
-      UserError: if there is no such checkpoint, or it has no fitting parameters; or for several
-        processes, because one process reads a checkpoint.
+    The parameters are then written to WORKDIR/start at the first start. Later starts need the other
+    run no more. UserError if there are none, or for several processes.
     """
     path, start = config.model.path, workdir / START
     if not path or not (start.is_dir() or names_run(path)):
@@ -41,9 +36,8 @@ def with_own_model(
     if not (start / "config.json").is_file():
         if peers.count > 1:
             raise UserError(
-                f"model.path={path} is a run or an adapter, which one process alone can start "
-                "from; make a model directory of it with python -m launch.convert "
-                f"--source={path} --target=DIR."
+                f"model.path={path} is a run or an adapter, from which one process can start; "
+                f"python -m launch.convert --source={path} --target=DIR makes a model of it."
             )
         source = source_of(path)
         reporter.line(f"start: {source.name}, written to {start}")
@@ -68,10 +62,7 @@ def starting_directory(
     warm_start: pathlib.Path,
     reporter: Reporter,
 ) -> pathlib.Path:
-    """The directory of `model.path`, or the warm start, which is made if it is missing.
-
-    The warm start trains a random model on demonstrations of a teacher that forgets carries.
-    """
+    """The directory of `model.path`, or the warm start, which is made if it is missing."""
     if config.model.path:
         return find_directory(config.model.path)
     if (warm_start / "config.json").exists():

@@ -23,11 +23,7 @@ Settings = Mapping[str, Any]  # hyperparameters by full name
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Gets the rows of a run.
-
-    Attributes:
-      repeats: whether it gets the rows of earlier starts again. If not, it still has them.
-    """
+    """Gets the rows of a run; `repeats`: also those of earlier starts, which it has lost."""
 
     repeats: bool
 
@@ -79,11 +75,7 @@ def _hidden(module: str) -> Iterator[None]:
 
 
 class WandB:
-    """A run of Weights & Biases with the id of this run, so that a resumed run continues it.
-
-    The environment variables of wandb apply, such as WANDB_MODE=offline, WANDB_API_KEY and
-    WANDB_ENTITY.
-    """
+    """A run of Weights & Biases with the id of this run, so that a resumed run continues it."""
 
     repeats = False
 
@@ -116,10 +108,7 @@ class WandB:
 
 
 class Trackio:
-    """A run of Trackio, which keeps its numbers on this machine.
-
-    The environment variables of trackio apply, such as TRACKIO_DIR.
-    """
+    """A run of Trackio, which keeps its numbers on this machine."""
 
     repeats = False
 
@@ -186,8 +175,7 @@ def check_trackers(logging: ml_collections.ConfigDict) -> None:
         found = importlib.util.find_spec(name) if logging[name] else None
         if logging[name] and (found is None or found.origin is None):
             raise UserError(
-                f"logging.{name}={logging[name]!r} needs the package {name}, which is not "
-                f"installed: pip install {name}; or leave the setting empty."
+                f"logging.{name}={logging[name]!r} needs: pip install {name}; or leave it empty."
             )
 
 

@@ -70,9 +70,8 @@ class Workdir:
     def discard(self, message: str = "") -> None:
         """Removes the files of this attempt if a user mistake stopped it before it had results.
 
-        Nothing is removed if there was an earlier attempt, or if there is a warm start, a row, a
-        checkpoint, or an unknown file. A replica's directory that the message for the user names is
-        kept.
+        Nothing is removed after an earlier attempt, or if anything of value is there. A replica's
+        directory that the message for the user names is kept.
         """
         contents = [] if self.resumed else list(self.path.iterdir())
         if not all(map(_is_worthless, contents)):
@@ -89,11 +88,7 @@ class Workdir:
 
 
 def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
-    """Makes or reopens a run directory and locks it for this process.
-
-    Raises UserError if it cannot be written, belongs to no run or to one with another config, or if
-    a running process uses it.
-    """
+    """Makes or reopens a run directory and locks it; UserError if that cannot be."""
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
     config_file = directory / "config.json"
@@ -123,10 +118,7 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
 
 
 def check_early(path: str, config: ml_collections.ConfigDict) -> None:
-    """Checks a directory before the trainer is loaded. Several processes check it together later.
-
-    Raises UserError if it belongs to no run or to one with another config.
-    """
+    """UserError for a wrong directory, before the trainer is loaded; with one process only."""
     if find_place(config.distributed, os.environ).num_processes > 1:
         return
     with _named_errors(path):
@@ -134,10 +126,7 @@ def check_early(path: str, config: ml_collections.ConfigDict) -> None:
 
 
 def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str, str]) -> bool:
-    """Checks a directory, and raises, as `open_workdir` and `Workdir.check_inputs` do.
-
-    Writes nothing. Returns whether it holds a run, which would be resumed.
-    """
+    """Whether a directory holds a run to resume; writes nothing, UserError as `open_workdir`."""
     directory = pathlib.Path(path).absolute()
     with _named_errors(path):
         changed = _check_contents(path, directory, jsonable(config.to_dict()))
@@ -176,8 +165,7 @@ def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[
         return _compare(path, _read_record(directory / "config.json")["config"], settings)
     if not all(map(_is_left_by_a_start, contents)):
         raise UserError(
-            f"workdir={path} is not empty and holds no run (config.json is missing); name a "
-            "new directory."
+            f"workdir={path} is not empty and has no config.json of a run; name a new directory."
         )
     return ()
 
@@ -187,8 +175,7 @@ def _lock(path: str, file: IO[str]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(
-            f"workdir={path} belongs to a run that is still running; stop it or name another "
-            "directory."
+            f"workdir={path} belongs to a run that still runs; stop it or name another directory."
         ) from None
 
 
@@ -221,10 +208,7 @@ def _read_record(file: pathlib.Path) -> dict[str, Any]:
 
 
 def open_workdir_together(peers: Peers, path: str, config: ml_collections.ConfigDict) -> Workdir:
-    """The run directory in every process; only process 0 makes it, locks it and writes to it.
-
-    Raises as `open_workdir`, and if a process does not see the files that process 0 wrote.
-    """
+    """The run directory in every process; only process 0 makes, locks and writes it."""
     opened: list[Workdir] = []
 
     def open_first() -> dict[str, Any]:
@@ -279,8 +263,7 @@ def _check_shared(workdir: Workdir) -> None:
         run_id = None
     if run_id != workdir.run_id:
         raise UserError(
-            f"workdir={workdir.path} does not show the files that process 0 wrote there; name a "
-            "directory that all processes share."
+            f"workdir={workdir.path} lacks the files of process 0; name a directory that all share."
         )
 
 

@@ -20,8 +20,6 @@ _OPTIONS = declared_options()
 
 @dataclasses.dataclass(frozen=True)
 class Importance:
-    """`config.algorithms.importance`."""
-
     level: str = setting(
         "none",
         "Level of the importance weights: none, token, sequence, geometric or total_variation",
@@ -42,8 +40,6 @@ class Importance:
 
 @dataclasses.dataclass(frozen=True)
 class BatchRules:
-    """`config.algorithms.batch_rules`."""
-
     overlong_tokens: int = setting(
         0,
         "Within this many tokens before the limit of a response, its reward falls by up "
@@ -71,8 +67,6 @@ class BatchRules:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithms(_OPTIONS[""]):
-    """`config.algorithms`."""
-
     name: str = setting(
         "grpo",
         'docs/algorithms.md, or "my_package.my_module" with one of your own, docs/extending.md',
@@ -87,11 +81,7 @@ class Algorithms(_OPTIONS[""]):
 
 
 def users_options(name: str) -> dict[str, dataclasses.Field]:
-    """Fields of `algorithms.options` that a user's algorithm declares; its module is imported.
-
-    Raises:
-      UserError: if it cannot be imported.
-    """
+    """Fields that a user's algorithm declares; UserError if its module cannot be imported."""
     if "." not in name:
         return {}
     module = load_module("algorithms.name", name, "semrl_jax.algorithms", ("Options",))
@@ -116,8 +106,7 @@ def add_users_options(config: ml_collections.ConfigDict, name: str) -> None:
 def importance_options(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Options of `importance_weights`; their level may be 'none'.
 
-    Batches that are sampled ahead come from an earlier policy, and those of a quantised engine
-    from a rounded one. For them, 'none' gives way to `level_ahead`.
+    With batches that are sampled ahead or by a quantised engine, 'none' becomes `level_ahead`.
     """
     options = config.algorithms.importance.to_dict()
     ahead = options.pop("level_ahead")

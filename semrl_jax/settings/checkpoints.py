@@ -11,8 +11,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """`config.checkpoints`."""
-
     every_steps: int = setting(40, "steps between two checkpoints", above=0)
     keep: int = setting(2, "the newest ones stay", "checkpoints", above=0)
     keep_every: int = setting(

@@ -13,8 +13,6 @@ TASKS = ("arithmetic", "files", "reasoning_gym", "environment")
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """`config.data`."""
-
     task: str = setting(
         "arithmetic",
         "arithmetic: a built-in generator; files: data.files; reasoning_gym: procedural "
@@ -82,8 +80,7 @@ def check_training(data: Section) -> None:
     if (data["task"] == "reasoning_gym") != bool(data["reasoning_gym"]):
         raise UserError(
             f"data.task={data['task']!r} and data.reasoning_gym={tuple(data['reasoning_gym'])}: "
-            "the task 'reasoning_gym' needs data sets, such as "
-            "--config.data.reasoning_gym=chain_sum, and no other task reads them."
+            "the task 'reasoning_gym' needs data sets, such as chain_sum, and no other reads them."
         )
     if data["task"] != "files" and data["num_prompts"] < data["prompts_per_step"]:
         raise UserError(

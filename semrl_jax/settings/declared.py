@@ -23,11 +23,7 @@ SECTIONS = {"Aggregation": "", "Bounds": "loss", "Objective": "loss", "ValueLoss
 
 
 def declared_options() -> dict[str, type]:
-    """A dataclass with the options of all algorithms, by section.
-
-    Raises:
-      ValueError: if classes declare options of the same name in different ways.
-    """
+    """A dataclass with the options of all algorithms, by section; ValueError if two differ."""
     classes = {
         file.stem if node.name == "Options" else node.name: node
         for file in sorted(FILES.glob("*.py"))

@@ -9,8 +9,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """`config.distributed`."""
-
     coordinator: str = setting("", "host:port of process 0; empty: from the cluster")
     num_processes: int = setting(0, "0: from the cluster; 1: this process alone", "processes")
     process_id: int = setting(-1, "-1: from the cluster")

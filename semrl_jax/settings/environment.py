@@ -17,8 +17,6 @@ PREFIX = "environment:"  # of an entry of evaluation.benchmarks
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """`config.environment`."""
-
     name: str = setting(
         "",
         'A built-in environment, or "package.module:Class" of your own, with options: '
@@ -52,17 +50,11 @@ class Environment:
 
 
 class Named(NamedTuple):
-    """What `environment.name` says.
+    """What `environment.name` says."""
 
-    Attributes:
-      target: the name of a built-in environment, or "package.module:Class".
-      options: keyword arguments of the class.
-      label: in the log and in results.
-    """
-
-    target: str
-    options: dict[str, Any]
-    label: str
+    target: str  # the name of a built-in environment, or "package.module:Class"
+    options: dict[str, Any]  # keyword arguments of the class
+    label: str  # in the log and in results
 
 
 def check(environment: Section) -> None:
@@ -78,12 +70,9 @@ def check(environment: Section) -> None:
 
 
 def named(name: str) -> Named:
-    """Splits `NAME:option=value:option=value`; a value ends before the next `:option=`.
+    """Splits `NAME:option=value:option=value`; UserError for an option that is set twice.
 
-    Within double quotes, as of a list in JSON, there is no such end.
-
-    Raises:
-      UserError: for an option that is set twice.
+    A value ends before the next `:option=` that is not in double quotes, as of a list in JSON.
     """
     from semrl_jax.data.procedural import option_value  # see settings.data
 

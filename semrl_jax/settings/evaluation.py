@@ -11,7 +11,7 @@ from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rollout import MIN_TEMPERATURE, check_stop_strings
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.fields import fields_of, follows, section, setting
+from semrl_jax.support.fields import at_least, fields_of, follows, section, setting, within
 from semrl_jax.support.modules import module_names
 
 ALL_PROBLEMS = 10**9  # evaluation.num_problems of an evaluation of its own, unless it is given
@@ -36,8 +36,6 @@ MetricOptions = dataclasses.make_dataclass(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """`config.evaluation`."""
-
     every_steps: int = setting(
         10, "also before the first and after the last update; 0: never", at_least=0
     )
@@ -74,7 +72,7 @@ class Evaluation:
     temperature: float = setting(
         0.0, "Temperature of the sampling for scores other than greedy; 0 is greedy"
     )
-    top_p: float = setting(1.0, "as rollout.top_p, for these scores", within="(0, 1]")
+    top_p: float = setting(1.0, "as rollout.top_p, for these scores")
     top_k: int = setting(0, "as rollout.top_k, for these scores")
     k: tuple[int, ...] = setting(
         (1,), "values of k in pass@k, maj@k and best@k; at most n", items=int
@@ -123,17 +121,14 @@ def check(evaluation: Section) -> None:
     metrics.check(evaluation["metric_options"], "evaluation.metric_options")
     if evaluation["shots"] and not evaluation["shots_file"]:
         raise UserError(
-            f"evaluation.shots={evaluation['shots']} takes examples from evaluation.shots_file, "
-            "which is empty; name a .jsonl or .parquet file with question and answer."
+            f"evaluation.shots={evaluation['shots']} needs examples in evaluation.shots_file."
         )
 
 
 def complete(config: Section, given: Collection[str], of_run: bool) -> None:
     """Sets the defaults of an evaluation of its own: all scores, all problems, powers of two as k.
 
-    Args:
-      given: fields that the user set.
-      of_run: whether the held-out problems of the config are evaluated, not only the benchmarks.
+    `given` are set by the user; `of_run`: with the held-out problems of the config.
     """
     from semrl_jax.data.templates import STOP_STRINGS  # see `check`
 
@@ -160,33 +155,21 @@ def most_responses(evaluation: Section) -> int:
 
 
 def check_sampling(options: Section, place: str = "evaluation.", most: int = 0) -> None:
-    """Checks n, k, temperature, top_p and top_k.
-
-    Args:
-      options: with these fields.
-      place: the beginning of their names.
-      most: the largest k; 0: n.
-    """
+    """Checks n, k (up to `most`, or n), temperature, top_p and top_k, named after `place`."""
     n, temperature = options["n"], options["temperature"]
-    if n < 1:
-        raise UserError(f"{place}n={n} must be at least 1.")
+    at_least(f"{place}n", n, 1)
+    within(f"{place}top_p", options["top_p"], "(0, 1]")
+    at_least(f"{place}top_k", options["top_k"], 0)
     if temperature != 0 and temperature < MIN_TEMPERATURE:
         raise UserError(
-            f"{place}temperature={temperature} must be 0, which is greedy, or at least "
-            f"{MIN_TEMPERATURE}."
+            f"{place}temperature={temperature} must be 0 or at least {MIN_TEMPERATURE}."
         )
     if temperature == 0 and n > 1:
         raise UserError(
-            f"{place}temperature=0 is greedy, which gives {place}n={n} equal responses; set a "
-            f"temperature such as 0.6, or {place}n=1."
+            f"{place}temperature=0 gives {place}n={n} equal responses; set 0.6, or {place}n=1."
         )
-    if not 0 < options["top_p"] <= 1:
-        raise UserError(f"{place}top_p={options['top_p']} must be in (0, 1].")
-    if options["top_k"] < 0:
-        raise UserError(f"{place}top_k={options['top_k']} must be at least 0; 0 keeps all tokens.")
     for k in options["k"]:
         if not 1 <= k <= max(n, most):
             raise UserError(
-                f"{place}k has {k}, which must be from 1 to {place}n={n}, the responses per "
-                f"problem; raise n or leave it out."
+                f"{place}k has {k}, which must be from 1 to {place}n={n}; raise n or leave it out."
             )

@@ -9,8 +9,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class HiddenStates:
-    """`config.hidden_states`."""
-
     source: str = setting(
         "rollout",
         "Who computes the states that are measured: rollout, policy or none",

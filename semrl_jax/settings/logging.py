@@ -9,8 +9,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Logging:
-    """`config.logging`."""
-
     rollouts_every_steps: int = setting(
         10,
         "How often responses are recorded, in addition to the last step and every "

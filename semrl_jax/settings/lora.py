@@ -12,8 +12,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """`config.lora`."""
-
     rank: int = setting(
         0, "rank of the adapters; 0: no adapters, all parameters are trained", at_least=0
     )
@@ -40,13 +38,9 @@ class Lora:
 
 def check(lora: Section) -> None:
     if lora["rank"] and not lora["targets"]:
-        raise UserError(
-            "lora.targets=() names no module; set it to ('all-linear',), or lora.rank=0 to train "
-            "all parameters."
-        )
+        raise UserError("lora.targets=() names no module; set ('all-linear',), or lora.rank=0.")
     if lora["path"] and not lora["rank"]:
         raise UserError(
-            f"lora.path={lora['path']!r} is not read with lora.rank=0; set lora.rank to that of "
-            "the adapter, or give the adapter as model.path to train all parameters from the "
-            "merged model."
+            f"lora.path={lora['path']!r} is not read with lora.rank=0; set lora.rank to the "
+            "adapter's, or give the adapter as model.path to train the merged model."
         )

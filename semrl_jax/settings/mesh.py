@@ -9,8 +9,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """`config.mesh`."""
-
     replica: int = setting(
         1, "copies of parameters and optimiser; each trains on a part of the batch", "devices"
     )

@@ -28,8 +28,6 @@ def _window(config: ml_collections.ConfigDict) -> ml_collections.FieldReference:
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """`config.metrics`."""
-
     stride: int = setting(
         40,
         "Tokens between two measured prefixes of a response; ERA needs 3 strides",
@@ -95,27 +93,18 @@ class Metrics:
 
 def check(metrics: Section, name: str = "metrics") -> None:
     check_metrics(f"{name}.names", metrics["names"])
-    _check_layers(metrics, name)
-    if metrics["placement"] == "rollout":
-        _check_rollout(metrics, name)
-
-
-def _check_layers(metrics: Section, name: str) -> None:
     layers = tuple(metrics["layers"])
     if FINAL_LAYER not in layers or min(layers) < FINAL_LAYER or len(set(layers)) < len(layers):
         raise UserError(
-            f"{name}.layers={layers} must have -1, the final layer, and may have indices of other "
-            "layers from 0, each once."
+            f"{name}.layers={layers} must have -1, the final layer, and others from 0, each once."
         )
-    others = [layer for layer in layers if layer != FINAL_LAYER]
-    if others and metrics["placement"] != "trainer":
+    if metrics["placement"] == "trainer":
+        return
+    if others := [layer for layer in layers if layer != FINAL_LAYER]:
         raise UserError(
             f"{name}.layers has {others[0]}, but {name}.placement={metrics['placement']!r} has "
             f"the final layer only; set it to 'trainer', or {name}.layers=(-1,)."
         )
-
-
-def _check_rollout(metrics: Section, name: str) -> None:
     for metric in metrics["names"]:
         if metric not in METRICS:
             raise UserError(

@@ -11,8 +11,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """`config.model`."""
-
     path: str = setting(
         "",
         "Hugging Face directory or hub id; or a run or one of its checkpoints, copied to "

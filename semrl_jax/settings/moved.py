@@ -36,10 +36,7 @@ RELEASE = {
 
 
 def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record, perhaps of an earlier version, by their present names.
-
-    A removed field stays only if it did something.
-    """
+    """The fields of a record by their present names; a removed one stays if it did something."""
     if RELEASE.items() <= fields.items():
         others = {name: value for name, value in fields.items() if name not in RELEASE}
         fields = others | {"shaping.reproduce_release": True}

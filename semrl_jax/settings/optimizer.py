@@ -25,8 +25,6 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """`config.optimizer`."""
-
     name: str = setting(
         "adamw",
         'adamw or adafactor, or "my_package.my_module" with one of your own, docs/extending.md',

@@ -12,8 +12,6 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """`config.profile`."""
-
     steps: str = setting(
         "",
         "Steps of a JAX profile in WORKDIR/profile: 3:6 for the steps 3, 4 and 5. Empty: "
@@ -21,29 +19,22 @@ class Profile:
     )
 
 
-def check(profile: Section) -> None:
-    profiled_steps(profile)
-
-
 def profiled_steps(profile: Section) -> range:
-    """The steps of `profile.steps`; none if it is empty.
-
-    Raises:
-      UserError: if it is not FIRST:END with FIRST below END.
-    """
+    """The steps of `profile.steps`, maybe none; UserError if it is not FIRST:END."""
     text = profile["steps"]
     if not text:
         return range(0)
     found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     if not found:
         raise UserError(
-            f"profile.steps={text!r} must be FIRST:END, as 3:6 for the steps 3, 4 and 5, or empty "
-            "for no profile."
+            f"profile.steps={text!r} must be FIRST:END, as 3:6 for 3, 4 and 5, or empty."
         )
     steps = range(int(found[1]), int(found[2]))
     if not steps:
         raise UserError(
-            f"profile.steps={text!r} has no step, because END does not belong to it; "
-            f"{steps.start}:{steps.start + 1} is step {steps.start}."
+            f"profile.steps={text!r} has no step; {steps.start}:{steps.start + 1} is one."
         )
     return steps
+
+
+check = profiled_steps

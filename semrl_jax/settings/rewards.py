@@ -16,6 +16,7 @@ from semrl_jax.support.modules import module_names
 VERIFIERS = "semrl_jax.rewards.verifiers"
 MODES = ("independent", "mix")
 MAX_SCORE = 1e9  # sums of squares of rewards, and of gradients that they scale, fit float32
+SCORES = f"[{-MAX_SCORE:g}, {MAX_SCORE:g}]"
 FUNCTION_SETTINGS = ("weight", "name")  # that an entry of rewards.functions may have
 MODEL = "model"  # the entry of rewards.functions that stands for rewards.model
 TAKEN_NAMES = ("shaped",)  # the log has reward/shaped/mean of its own
@@ -23,8 +24,6 @@ TAKEN_NAMES = ("shaped",)  # the log has reward/shaped/mean of its own
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel:
-    """`config.rewards.model`."""
-
     path: str = setting("", "Hugging Face directory or hub id of a sequence classifier")
     dtype: str = setting(
         "float32", "float32, or bfloat16, which takes half the memory", choices=DTYPES
@@ -33,8 +32,6 @@ class RewardModel:
 
 @dataclasses.dataclass(frozen=True)
 class Rewards:
-    """`config.rewards`."""
-
     function: str = setting(
         "",
         'A built-in verifier, or "package.module:name" of your own; empty: math. docs/verifiers.md',
@@ -48,7 +45,7 @@ class Rewards:
     )
     model: RewardModel = section(RewardModel)
     failure_score: float = setting(
-        0.0, "score if your function raises, hangs or returns no verdict"
+        0.0, "score if your function raises, hangs or returns no verdict", within=SCORES
     )
     memory_limit_gib: float = setting(
         2.0, "limit of one worker; 0: no limit", at_least=0, at_most=2**20
@@ -57,7 +54,7 @@ class Rewards:
         "independent", "correctness and the box count; mix: only correctness", choices=MODES
     )
     unboxed_penalty: float = setting(
-        -1.0, "Score of wrong and unboxed responses, in independent mode"
+        -1.0, "Score of wrong and unboxed responses, in independent mode", within=SCORES
     )
     timeout_s: float = setting(10.0, "limit of one call of a verifier", above=0, at_most=2**31)
     num_workers: int = setting(
@@ -69,19 +66,12 @@ class Rewards:
 
 
 class RewardFunction(NamedTuple):
-    """An entry of `rewards.functions`: `FUNCTION`, or `FUNCTION:weight=WEIGHT:name=NAME`.
+    """An entry of `rewards.functions`: `FUNCTION`, or `FUNCTION:weight=WEIGHT:name=NAME`."""
 
-    Attributes:
-      entry: as in the config.
-      function: as `rewards.function`, or "model" for the reward model.
-      weight: of its score in the reward.
-      name: in the log.
-    """
-
-    entry: str
-    function: str
-    weight: float
-    name: str
+    entry: str  # as in the config
+    function: str  # as `rewards.function`, or "model" for the reward model
+    weight: float  # of its score in the reward
+    name: str  # in the log
 
 
 def check(rewards: Section) -> None:
@@ -90,32 +80,23 @@ def check(rewards: Section) -> None:
     _, function = split_functions(reward_functions(rewards["functions"]))
     if function and not model["path"]:
         raise UserError(
-            f"rewards.functions has {function.entry!r}, but rewards.model.path is empty; name the "
-            "directory of a reward model."
+            f"rewards.functions has {function.entry!r}, but rewards.model.path is empty; name one."
         )
     if model["path"] and not function:
         raise UserError(
-            f"rewards.model.path={model['path']!r} has no effect without an entry {MODEL!r} in "
-            "rewards.functions, alone or with verifiers; add it."
+            f"rewards.model.path={model['path']!r} needs an entry {MODEL!r} in rewards.functions."
         )
 
 
 def check_verifiers(rewards: Section) -> None:
     """Everything but the reward model."""
     check_fields("rewards", rewards, Rewards)
-    for field in ("unboxed_penalty", "failure_score"):
-        if not abs(rewards[field]) <= MAX_SCORE:  # NaN is not
-            raise UserError(
-                f"rewards.{field}={rewards[field]} must be a number from {-MAX_SCORE:g} to "
-                f"{MAX_SCORE:g}."
-            )
     if rewards["function"]:
         check_function("rewards.function", rewards["function"])
     verifiers, _ = split_functions(reward_functions(rewards["functions"]))
     if verifiers and rewards["function"]:
         raise UserError(
-            f"rewards.function={rewards['function']!r} and rewards.functions="
-            f"{tuple(rewards['functions'])} are both set; name all of them in rewards.functions."
+            "rewards.function and rewards.functions are both set; name all in rewards.functions."
         )
 
 
@@ -135,12 +116,7 @@ def is_reward_name(name: Any) -> bool:
 
 
 def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
-    """Splits entries of `rewards.functions` into function, weight and name.
-
-    Raises:
-      UserError: for an unknown function or setting, a weight out of range, a name that two
-        entries have, or two entries "model".
-    """
+    """Splits entries of `rewards.functions`; UserError for a wrong one, or two of one name."""
     functions: list[RewardFunction] = []
     for entry in entries:
         field = f"rewards.functions={entry!r}"

@@ -21,8 +21,6 @@ MIN_TEMPERATURE = 0.01  # below, the logits divided by it exceed float32
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """`config.rollout`."""
-
     addresses: tuple[str, ...] = setting(
         (),
         "host:port, repeat the flag; empty: the trainer's own replica",
@@ -165,7 +163,7 @@ class Rollout:
     vllm_gpu_memory_utilization: float = setting(
         0.9,
         "share of a GPU, or of the machine without one, for weights and cache",
-        above=0,
+        within="(0, 1]",
         may_change=True,
     )
     vllm_kv_cache_gib: float = setting(
@@ -195,49 +193,47 @@ def check(rollout: Section) -> None:
         split_address(address, "rollout.addresses")
     if rollout["addresses"] and rollout["addresses_file"]:
         raise UserError(
-            f"rollout.addresses_file={rollout['addresses_file']!r} names the replicas, and so does "
-            "rollout.addresses; set one of the two."
+            "rollout.addresses_file and rollout.addresses both name the replicas; set one of them."
         )
-    _check_sampling(rollout)
+    if 0 < rollout["temperature"] < MIN_TEMPERATURE:
+        raise UserError(
+            f"rollout.temperature={rollout['temperature']} must be 0 or at least {MIN_TEMPERATURE}."
+        )
     for field in ("jax_tensor_parallelism", "jax_data_parallelism"):
         if rollout[field] != -1 and rollout[field] < 1:
             raise UserError(
-                f"rollout.{field}={rollout[field]} must be at least 1, or -1 for the remaining "
-                "devices."
+                f"rollout.{field}={rollout[field]} must be at least 1, or -1: the rest."
             )
     if rollout["jax_tensor_parallelism"] == rollout["jax_data_parallelism"] == -1:
         raise UserError(
-            "rollout.jax_tensor_parallelism=-1 and rollout.jax_data_parallelism=-1: only one of "
-            "them can take the remaining devices; give the other a number."
+            "rollout.jax_tensor_parallelism and rollout.jax_data_parallelism: one alone may be -1."
         )
-    if rollout["vllm_gpu_memory_utilization"] > 1:
+    count, cores = rollout["jax_processes"], rollout["jax_process_cores"]
+    if cores and not count:
         raise UserError(
-            f"rollout.vllm_gpu_memory_utilization={rollout['vllm_gpu_memory_utilization']} must be "
-            "at most 1: it is the share of a GPU's memory that the replica takes."
+            f"rollout.jax_process_cores={cores} is for rollout.jax_processes; set both, or neither."
         )
-    _check_processes(rollout)
+    named = [field for field in ("addresses", "addresses_file") if rollout[field]]
+    others = [f"rollout.{field}" for field in named] or ["rollout.engine='vllm'"]
+    if count and (named or rollout["engine"] != "jax"):
+        raise UserError(
+            f"rollout.jax_processes={count} and {others[0]} both name replicas; set one of the two."
+        )
 
 
 def check_training(rollout: Section) -> None:
     """Rules of responses that are trained on; other commands sample as `evaluation` says."""
     if rollout["temperature"] == 0:
         raise UserError(
-            "rollout.temperature=0 samples the same response in every slot of a group, which "
-            "leaves no advantage; set it above 0."
+            "rollout.temperature=0 samples equal responses, without advantage; set it above 0."
         )
-    _check_lag(rollout)
-
-
-def _check_lag(rollout: Section) -> None:
-    """The lag, and the settings with which responses are sampled in parts."""
     lag = rollout["max_staleness"]
     if rollout["in_flight"] != "keep":
         return
     if lag < 2:
         raise UserError(
-            "rollout.in_flight='keep' gives running responses new weights, but with "
-            f"rollout.max_staleness={lag} the next weights come after the batch; set "
-            "max_staleness to 2 or more, or in_flight='wait'."
+            "rollout.in_flight='keep' needs rollout.max_staleness of 2 or more, because with "
+            f"{lag} the next weights come after the batch; or set in_flight='wait'."
         )
     if lag > rollout["max_response_tokens"]:
         raise UserError(
@@ -282,8 +278,7 @@ def rows_of_slots(
 ) -> tuple[int, int]:
     """Rows of slots of the JAX engine, and the slots of a row, which share the cache of a prompt.
 
-    A response that waits for a slot may be to any prompt, so then each slot is a row. `num_shards`
-    devices have as many rows each; a row has a part of a group where there are fewer groups.
+    If responses wait for slots, each is a row. A row has a part of a group if groups are few.
     """
     slots = min(rollout["jax_max_batch"], responses_per_step)
     size = group = rollout["group_size"] if slots == responses_per_step else 1
@@ -291,22 +286,6 @@ def rows_of_slots(
         group //= 2
     rows = slots // size * -(-size // group)
     return rows + -rows % num_shards, group
-
-
-def _check_processes(rollout: Section) -> None:
-    count, cores = rollout["jax_processes"], rollout["jax_process_cores"]
-    if cores and not count:
-        raise UserError(
-            f"rollout.jax_process_cores={cores} is of child processes, and rollout.jax_processes=0 "
-            "has none; set that to 1 or more, or the cores to 0."
-        )
-    named = [field for field in ("addresses", "addresses_file") if rollout[field]]
-    others = [f"rollout.{field}" for field in named] or ["rollout.engine='vllm'"]
-    if count and (named or rollout["engine"] != "jax"):
-        raise UserError(
-            f"rollout.jax_processes={count} starts replicas of its own, but {others[0]} names "
-            "others; set one of the two."
-        )
 
 
 def weight_dtype(config: ml_collections.ConfigDict) -> str:
@@ -326,8 +305,7 @@ def check_quantization(config: ml_collections.ConfigDict, engine: str) -> None:
         )
     if dtype != "bfloat16":
         raise UserError(
-            f"rollout.vllm_quantization={wanted!r} rounds bfloat16 weights, and replicas get "
-            f"{dtype} ones; set rollout.weight_dtype='bfloat16'."
+            f"rollout.vllm_quantization={wanted!r} needs weight_dtype='bfloat16', not {dtype}."
         )
 
 
@@ -338,21 +316,9 @@ def check_stop_strings(name: str, section: Section) -> None:
     for text in strings:
         if not 0 < len(text) <= MAX_STOP_CHARACTERS:
             raise UserError(
-                f"{field} has {text!r:.60} of {len(text)} characters; each has 1 to "
-                f"{MAX_STOP_CHARACTERS}."
+                f"{field} has {text!r:.60}; each text has 1 to {MAX_STOP_CHARACTERS} characters."
             )
         if "\ufffd" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(
-                f"{field} has {text!r}, which is not valid Unicode text; U+FFFD stands for bytes "
-                "that are no text."
-            )
+            raise UserError(f"{field} has {text!r}, which is not valid Unicode text; leave it out.")
         if strings.count(text) > 1:
             raise UserError(f"{field} has {text!r} twice; keep one.")
-
-
-def _check_sampling(rollout: Section) -> None:
-    if 0 < rollout["temperature"] < MIN_TEMPERATURE:
-        raise UserError(
-            f"rollout.temperature={rollout['temperature']} must be at least {MIN_TEMPERATURE}: "
-            "below, the logits divided by it exceed float32."
-        )

@@ -30,13 +30,7 @@ def split_entry(
 ) -> tuple[str, dict[str, list[str]]]:
     """Splits `NAME:setting=value:setting=value` into the name and the values of each setting.
 
-    A value ends before the next `:setting=`.
-
-    Args:
-      field: of the config, a list that has this entry.
-      kind: what an entry is, for messages.
-      allowed: the settings.
-      repeatable: those that may occur several times.
+    A value ends before the next `:setting=`. `kind` is what an entry is, for messages.
     """
     first, *parts = re.split(r":(?=\w+=)", entry)
     settings: dict[str, list[str]] = {}

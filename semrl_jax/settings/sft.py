@@ -15,8 +15,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclasses.dataclass(frozen=True)
 class Sft:
-    """`config.sft`."""
-
     files: tuple[str, ...] = setting(
         (),
         "Conversations, .jsonl and .parquet, repeat the flag; empty: launch.sft warm-starts",
@@ -93,11 +91,9 @@ def check(sft: Section) -> None:
     for field in ("batch_tokens", "micro_batch_tokens"):
         if 0 < sft[field] < longest:
             raise UserError(
-                f"sft.{field}={sft[field]} must be at least sft.max_tokens={longest}, the longest "
-                "conversation; raise it, lower sft.max_tokens, or set it to 0."
+                f"sft.{field}={sft[field]} must be at least sft.max_tokens={longest}, or 0."
             )
     if sft["pack_sequences"] and not sft["micro_batch_tokens"]:
         raise UserError(
-            "sft.pack_sequences=True packs rows of sft.micro_batch_tokens, which is 0; set it to "
-            f"{longest} or more."
+            f"sft.pack_sequences=True needs sft.micro_batch_tokens; set it to {longest} or more."
         )

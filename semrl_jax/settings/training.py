@@ -11,8 +11,6 @@ from semrl_jax.support.fields import derived, part_of, setting
 
 @dataclasses.dataclass(frozen=True)
 class Training(Steps):
-    """`config.training`."""
-
     num_steps: int = setting(
         160, "length of the run; may be raised when it is resumed", at_least=0, may_change=True
     )

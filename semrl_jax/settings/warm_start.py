@@ -10,8 +10,6 @@ from semrl_jax.support.fields import derived, part_of, setting
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-    """`config.warm_start`."""
-
     num_steps: int = setting(0, "optimiser steps; 0: no warm start", at_least=0)
     num_demonstrations: int = setting(
         20_000, "demonstrations that are generated and repeated", "sequences", above=0

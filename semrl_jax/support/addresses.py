@@ -9,25 +9,18 @@ from semrl_jax.support.errors import UserError
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:
-    """Splits host:port. A host without brackets has no colon; an IPv6 address needs brackets.
-
-    Raises:
-      UserError: naming `field`, if the host is missing or impossible, or the port is missing or
-        outside 1-65535.
-    """
+    """Splits host:port, with brackets around IPv6; UserError, naming `field`, if it is wrong."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^:\s\[\]/]+):(\d{1,5})", address, re.ASCII)
     if match is None or not 0 < int(match[2]) < 2**16:
         raise UserError(
-            f"{field}={address!r:.200} must be host:port with a port from 1 to 65535, such "
-            "as 10.0.0.1:8482 or [fd00::1]:8482."
+            f"{field}={address!r:.200} must be host:port, such as 10.0.0.1:8482 or [fd00::1]:8482."
         )
     host = match[1].strip("[]")
     try:
         host.encode("idna")  # every name look-up does the same
     except UnicodeError:
         raise UserError(
-            f"{field}={address!r:.200}: {host!r:.200} is no host name; each part between dots must "
-            "have 1 to 63 letters."
+            f"{field}={address!r:.200}: each part of a host name must have 1 to 63 letters."
         ) from None
     return host, int(match[2])
 

@@ -96,8 +96,7 @@ def keep_programs() -> None:
 def clean(directory: pathlib.Path, limit: int) -> None:
     """Removes incomplete files of killed writers, and above `limit` bytes the longest unused ones.
 
-    JAX does not write a program atomically, and does not replace one that it cannot read. If a
-    program of another process is removed, that process compiles it again.
+    JAX does not write a program atomically, and does not replace one that it cannot read.
     """
     checked = directory / "checked"
     since = checked.stat().st_mtime if checked.exists() else 0.0
@@ -131,10 +130,7 @@ def _is_whole(entry: bytes) -> bool:
 
 @contextlib.contextmanager
 def watching(say: Callable[[str], None]) -> Iterator[None]:
-    """Tracks compilations in the block for `current`; reports the first long one in a line.
-
-    After a long one, the memory that the compiler has freed goes back to the system.
-    """
+    """Tracks compilations for `current`; says the first long one, and frees their memory."""
     import jax
 
     told = threading.Event()

@@ -42,12 +42,8 @@ class StatusColumn(rich_progress.ProgressColumn):
 class Reporter:
     """Prints lines, and bars if the output is a terminal or a cell of a notebook.
 
-    Elsewhere (files, pipes) it prints text without control characters, even if the environment
-    asks for colours.
-
-    Args:
-      silent: print nothing. For all processes of a run but one.
-      quiet: print only notices: what ends, and what needs attention.
+    Elsewhere it prints text without control characters. `silent` is for all processes but one;
+    `quiet` prints only notices: what ends, and what needs attention.
     """
 
     def __init__(self, silent: bool = False, quiet: bool = False):
@@ -79,12 +75,7 @@ class Reporter:
     def ending(
         self, line: str, places: Mapping[str, str], commands: Sequence[Sequence[str]] = ()
     ) -> None:
-        """Prints the last block of a command, also if quiet.
-
-        Args:
-          commands: what to try next, each as the arguments after `python -m`. Those whose module is
-            missing are left out.
-        """
+        """Prints the last block, also if quiet; `commands` to try next, if they exist."""
         self.notice(line)
         width = max(map(len, places), default=0) + 2
         for name, place in places.items():
@@ -163,10 +154,7 @@ class Bar:
         self._progress.update(self._task.id, pace=pace, status=status)
 
     def reach(self, done: int) -> str:
-        """Sets the number of finished units, for units that end in bursts.
-
-        Returns rate and time left, from the mean since the first call; "" at the first.
-        """
+        """Sets the number of finished units, which end in bursts; returns rate and time left."""
         now = time.monotonic()
         if self._first is None:
             self._first = now, done
@@ -213,10 +201,7 @@ def duration(seconds: float) -> str:
 def summary_line(
     step: int, num_steps: int, scalars: Mapping[str, float], left_s: float | None
 ) -> str:
-    """The main numbers of a step in at most LINE_WIDTH columns.
-
-    Missing numbers are left out, and so are those that do not fit.
-    """
+    """The main numbers of a step, as many as fit into LINE_WIDTH columns."""
     fields = (
         ("correct ", "reward/correct", lambda v: f"{_short(100 * v):>4}%"),
         ("reward ", "reward/mean", lambda v: f"{v:+.2f}" if abs(v) < 1e4 else f"{v:+.1e}"),

@@ -20,11 +20,9 @@ _helper_cores: tuple[int, ...] = ()
 
 
 def leave_cores(num_children: int, per_child: int, *, in_turn: bool) -> None:
-    """Binds this process to the cores that its children do not get; does nothing if all share all.
+    """Binds this process to the cores that its children do not get, before JAX starts its threads.
 
-    Called before JAX starts its threads, whose number follows from the cores. `in_turn` tells
-    whether this process rests while the children work, see `helper_cores`. Raises UserError if no
-    core is left.
+    `in_turn`: this process rests while they work, see `helper_cores`. UserError without a core.
     """
     global _helper_cores
     if num_children * per_child:
@@ -40,10 +38,9 @@ def cores_of_child(number: int, per_child: int) -> tuple[int, ...]:
 
 
 def helper_cores() -> tuple[int, ...]:
-    """The cores for short work of other processes, such as verifiers; () if none were left.
+    """The cores for short work of other processes, such as verifiers; () for all.
 
-    If this process works all the time, on few cores, it would wait for them: then they are the
-    cores of the children. Else they are all cores.
+    They are the children's if this process works all the time, on few cores.
     """
     return _helper_cores
 

@@ -28,10 +28,7 @@ class Preempted(BaseException):
 
 
 def disk_refusal(error: BaseException | None) -> OSError | None:
-    """The disk error that caused the error of a write; None if there was another cause.
-
-    Libraries in C++ and Rust raise their own errors, with the system's message in the text.
-    """
+    """The disk error behind the error of a write, maybe of C++ or Rust; None: another cause."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return OSError(error.errno, os.strerror(error.errno))

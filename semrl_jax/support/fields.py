@@ -25,21 +25,15 @@ UNITS = {"_tokens": "tokens", "_steps": "steps", "_s": "seconds", "_gib": "GiB"}
 
 
 class Setting(NamedTuple):
-    """What is known of a field.
+    """What is known of a field."""
 
-    Attributes:
-      meaning: one or two sentences.
-      unit: "" for a text, a choice or a plain number.
-      may_change: whether a run may be resumed with another value: results then change by rounding
-        at most, or only from there on.
-      rules: names in `RULES`, and what they compare with.
-      of: the default, from the whole config, where it follows other fields.
-    """
-
-    meaning: str
-    unit: str
+    meaning: str  # one or two sentences
+    unit: str  # "" for a text, a choice or a plain number
+    # Whether a run may be resumed with another value: results then change by rounding at most,
+    # or only from there on
     may_change: bool
-    rules: Mapping[str, Any]
+    rules: Mapping[str, Any]  # names in `RULES`, and what they compare with
+    # The default, from the whole config, where it follows other fields
     of: Callable[[ml_collections.ConfigDict], Any] | None = None
 
 
@@ -70,18 +64,12 @@ def follows(field: str, meaning: str, **options: Any) -> Any:
 
 
 def section(kind: type, meaning: str = "", *, may_change: bool = False) -> Any:
-    """A section within another one, or of the whole config; `may_change` is of all its fields.
-
-    `dict` is a section whose fields the user adds.
-    """
+    """A section within another one; `may_change` is of all its fields. `dict`: the user's own."""
     return _field(None, Setting(meaning, "", may_change, {}), kind)
 
 
 def part_of(total: Any, size: int) -> Any:
-    """`size`, above 0, if it divides `total`, otherwise `total`.
-
-    The total may be a reference to a field: the result then follows its overrides.
-    """
+    """`size`, above 0, if it divides `total`, otherwise `total`, a number or a reference to one."""
     is_rest = (total % size + size - 1) // size  # 1 if it does not divide, else 0
     return size + (total - size) * is_rest
 

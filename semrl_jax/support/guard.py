@@ -23,7 +23,7 @@ def fork_under_guard(parent_pid: int) -> None:
 
     This process stays as the guard. It waits until the child has ended, or until SIGTERM, which it
     also gets when its parent ends. Then it kills all its descendants and exits. The child dies with
-    the guard. On other systems than Linux there is no guard: the function returns at once.
+    the guard. On other systems than Linux there is no guard.
     """
     if sys.platform != "linux":
         return

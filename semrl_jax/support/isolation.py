@@ -51,12 +51,7 @@ def worker_environment(environ: Mapping[str, str], kept_prefix: str) -> dict[str
 
 
 class Line:
-    """Asks a worker and waits for its replies, each until a deadline.
-
-    Args:
-      read, write: descriptors of pipes, or of one socket; they become non-blocking.
-      whose: the worker's name in errors.
-    """
+    """Asks a worker, over pipes or a socket, and waits for each reply until a deadline."""
 
     def __init__(self, read: int, write: int, whose: str):
         self._read, self._write, self._whose = read, write, whose
@@ -73,10 +68,8 @@ class Line:
     ) -> dict[str, Any]:
         """The reply to a request, without its id.
 
-        Raises:
-          TimeoutError: after `timeout_s`.
-          OSError: if the worker has ended.
-          ValueError: for something else than a reply to this request of at most `max_bytes`.
+        TimeoutError after `timeout_s`, OSError if the worker has ended, ValueError for anything
+        else.
         """
         deadline = time.monotonic() + timeout_s
         asked = secrets.token_hex(16)

@@ -16,10 +16,7 @@ from semrl_jax.support.errors import UserError
 
 
 def module_names(package: str, parts: Sequence[str] = ()) -> tuple[str, ...]:
-    """The modules of a package, sorted. It imports the package, but not the modules.
-
-    With `parts` it imports the modules too, and leaves out those that do not define all parts.
-    """
+    """The modules of a package, sorted, not imported; or with `parts` those that define all."""
     path = importlib.import_module(package).__path__
     names = sorted(module.name for module in pkgutil.iter_modules(path))
     if parts:
@@ -33,17 +30,9 @@ def _missing(module: ModuleType, parts: Sequence[str]) -> list[str]:
 
 
 def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> ModuleType:
-    """Imports the module that a config names.
+    """Imports the module that a config names; UserError if it fails or lacks one of the parts.
 
-    Args:
-      field: of the config, for error messages.
-      name: of a module of `package`, or "my_package.my_module".
-      package: contains the modules whose names have no dot; "" if there are none built in.
-      parts: names that the module must define.
-
-    Raises:
-      UserError: if there is no such module, if a user's module cannot be imported, or if a part is
-        missing.
+    A `name` without a dot is of `package`; "" if there are none built in.
     """
     is_users = "." in name or not package
     full = name if is_users else f"{package}.{name}"
@@ -77,10 +66,7 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
 
 @contextlib.contextmanager
 def running(field: str, module: ModuleType, part: str) -> Iterator[None]:
-    """Turns any error of a user's module in the block into a UserError; `part` is what is called.
-
-    An error of a module of this package is a defect and stays as it is.
-    """
+    """Turns any error of a user's module in the block into a UserError; ours stay as they are."""
     try:
         yield
     except UserError:

@@ -23,12 +23,7 @@ def is_notebook() -> bool:
 
 @contextlib.contextmanager
 def shown(task: Task, describe: Callable[[Task], str]) -> Iterator[None]:
-    """Shows a task in the block.
-
-    Args:
-      task: its field `line` is the line of the last unit that ended.
-      describe: what stands after the bar.
-    """
+    """Shows a task in the block, with its field `line`; `describe` makes the text after the bar."""
     from IPython.display import display  # a kernel has it
 
     def drawn() -> dict[str, str]:

@@ -29,9 +29,7 @@ class ParquetFile:
     A dictionary holds a text once for all rows, so a few bytes in a file can become gigabytes. All
     texts are therefore read as dictionaries, which are not larger than the footer says. They become
     plain texts only after their lengths have been checked, and few rows at a time if they are long.
-
-    `schema` and `names` are of all columns. Raises UserError, naming the file, if it cannot be read
-    or is not a regular file, or if it would expand as no file of data does.
+    UserError names a file that cannot be read, or would expand as no file of data does.
     """
 
     def __init__(self, file: str | os.PathLike[str]):
@@ -46,15 +44,11 @@ class ParquetFile:
             size, stored = sum(group.total_byte_size for group in groups), os.stat(file).st_size
         if size > max(_LARGE_BYTES, MAX_EXPANSION * stored):
             raise UserError(
-                f"{self._file} has {stored} bytes and would become {size} in memory, as no file of "
-                "data does; name another one."
+                f"{self._file} has {stored} bytes and would take {size} in memory; name another."
             )
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """All rows of some columns, a few at a time; None for all columns.
-
-        Raises UserError, naming file and column, if the file is damaged or a text is too long.
-        """
+        """All rows of some columns (None: all), a few at a time; UserError if damaged or long."""
         with self._named():
             source = pq.ParquetFile(
                 self._file, metadata=self._metadata, read_dictionary=self._texts()
@@ -87,8 +81,7 @@ class ParquetFile:
             num_bytes += table.nbytes
             if num_bytes > MAX_TABLE_BYTES:
                 raise UserError(
-                    f"{self._file} has more than {MAX_TABLE_BYTES // 2**30} GiB in the columns "
-                    f"{names!s:.200}, too much to read at once; split it."
+                    f"{self._file} has more than {MAX_TABLE_BYTES // 2**30} GiB to read; split it."
                 )
             found.append(table)
         with self._named():
@@ -113,8 +106,7 @@ class ParquetFile:
         for leaf in leaves:
             if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > MAX_WIDTH:
                 raise UserError(
-                    f"{self._file}: the values of column {leaf.path!r:.100} have {leaf.length} "
-                    f"bytes, more than {MAX_WIDTH}; remove it."
+                    f"{self._file}: values of {leaf.path!r:.99} have over {MAX_WIDTH} bytes."
                 )
         return [
             leaf.path
@@ -137,8 +129,7 @@ class ParquetFile:
                 )
             if len(batch) == 1 and size > MAX_ROW_BYTES:
                 raise UserError(
-                    f"{where} the lists have {size} bytes of text, more than {MAX_ROW_BYTES}; "
-                    "remove the row."
+                    f"{where} the lists have over {MAX_ROW_BYTES} bytes of text; remove the row."
                 )
             total += size
         if len(batch) > 1 and total > _LARGE_BYTES:
@@ -177,10 +168,7 @@ def _text_lengths(array: pa.Array) -> Iterator[pa.Array]:
 
 
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], file: pathlib.Path) -> pa.Table:
-    """The table with its columns of these names in these types: 7 and bytes of UTF-8 become texts.
-
-    Raises UserError, naming file and column, if a value does not fit.
-    """
+    """The table with these types: 7 and bytes of UTF-8 become texts; UserError if one does not."""
     for name in types.keys() & set(table.column_names):
         try:
             column = pc.cast(table[name], types[name])

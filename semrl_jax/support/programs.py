@@ -35,10 +35,7 @@ class Part(NamedTuple):
 
 
 def num_side_by_side(mesh: Mesh | None) -> int:
-    """How many programs keep the device of the mesh busy: one per usable core of a CPU, else 1.
-
-    Without a mesh: of the default device.
-    """
+    """How many programs keep the mesh or default device busy: one per core of a CPU, else 1."""
     return usable_cores() if is_one_cpu(mesh) else 1
 
 
@@ -49,10 +46,7 @@ def is_one_cpu(mesh: Mesh | None) -> bool:
 
 
 def side_by_side(program: Callable[..., Any], calls: Sequence[tuple]) -> list[Any]:
-    """The results of `program`, with the positional arguments of each call, in their order.
-
-    Several calls run in threads, and their results are ready. A single one may still run.
-    """
+    """The results of `program` for each call, in order; several calls run in threads."""
     if len(calls) == 1:
         return [program(*calls[0])]
     return list(_threads(len(calls)).map(lambda call: jax.block_until_ready(program(*call)), calls))
@@ -78,11 +72,7 @@ def _threads(count: int) -> concurrent.futures.ThreadPoolExecutor:
 
 
 class compiled_once:
-    """A jitted function that threads may call at the same time.
-
-    JAX compiles a new program in every thread that calls it before the first of them is done. Here
-    the other threads wait for the first one.
-    """
+    """A jitted function for several threads: they wait for one compilation, JAX makes several."""
 
     def __init__(self, jitted: Callable[..., Any]):
         functools.update_wrapper(self, jitted)

@@ -172,10 +172,7 @@ def write(file: pathlib.Path, table: pa.Table) -> None:
 
 
 def join(parts: Sequence[pathlib.Path], file: pathlib.Path) -> None:
-    """Joins files into one, with a part in memory at a time; the file is complete or missing.
-
-    A column that a part lacks, because none of its responses has the metric, is null there.
-    """
+    """Joins files into one, with one in memory at a time; a column that one lacks is null there."""
     schema = pa.unify_schemas([read(part).schema for part in parts])
     with replacing(file) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
         for part in parts:
@@ -195,15 +192,10 @@ def read(
 def batches(
     file: pathlib.Path, needed: Sequence[str] = (), optional: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The rows of a file, a few at a time, in the columns and types of COLUMNS.
+    """The rows of a file, a few at a time, in the columns and types of COLUMNS; or UserError.
 
-    Args:
-      file: .parquet, of this or an earlier release, or with columns of these names.
-      needed: columns that have a value in every row; `extracted` may be null.
-      optional: columns to read if the file has them, METRICS stands for all metrics; None: all.
-
-    Raises:
-      UserError: naming the file and what is wrong with it.
+    `needed` columns have a value in every row; `extracted` may be null. `optional` ones are read if
+    the file has them, METRICS stands for all metrics; None: all.
     """
     source = ParquetFile(file)
     stored = _stored(file, source, needed, optional)
@@ -280,6 +272,5 @@ def _check_token_ids(table: pa.Table, file: pathlib.Path) -> None:
             good = pc.min(pc.list_value_length(column)).as_py() > 0
         if not good:
             raise UserError(
-                f"{file}: a row has no token ids in the column {name}; it is damaged or not of "
-                "responses, so name another file."
+                f"{file}: the column {name} has a row without token ids; name another file."
             )

@@ -7,10 +7,7 @@ def next_power_of_two(number: int) -> int:
 
 
 def next_size(number: int, smallest: int) -> int:
-    """The least of 1, 1.5, 2, 3, 4, 6, 8, 12, ... times `smallest` that is at least `number`.
-
-    At most a third of the size is padding, above `smallest`, which is a power of two.
-    """
+    """The least of 1, 1.5, 2, 3, 4, ... times `smallest`, a power of two, from `number` on."""
     size = smallest * next_power_of_two(-(-number // smallest))
     between = size // 4 * 3
     return between if smallest < number <= between else size

@@ -21,10 +21,7 @@ def append_start(workdir: pathlib.Path, record: Mapping[str, Any]) -> None:
 
 
 def read_rows(file: pathlib.Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl up to the first invalid one: a kill may leave part of a line.
-
-    Raises UserError if there is a file that cannot be read.
-    """
+    """Rows of a metrics.jsonl up to the first invalid one, maybe cut by a kill; or UserError."""
     return read_log(file)[0]
 
 

@@ -19,10 +19,7 @@ def run_of(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def names_run(path: str) -> bool:
-    """Whether a path is a run, one of its checkpoints, or a checkpoint that launch.convert made.
-
-    An adapter in PEFT's format counts too: a model must be made of it.
-    """
+    """Whether a path is a run, a checkpoint, one of launch.convert, or an adapter of PEFT."""
     if not path:
         return False
     directory = pathlib.Path(path)

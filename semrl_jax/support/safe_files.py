@@ -19,12 +19,9 @@ MAX_JSON_DEPTH = 100  # so that recursive code over the value cannot exhaust the
 
 
 def read_json_object(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the JSON object in an untrusted file. If a key occurs twice, the last one counts.
+    """Reads the JSON object in an untrusted file; UserError names file and reason.
 
-    Raises:
-      FileNotFoundError: if there is no such file.
-      UserError: naming file and reason, if it cannot be read, is not a regular file, is larger than
-        `MAX_JSON_BYTES`, or does not hold exactly one object.
+    FileNotFoundError if there is none. If a key occurs twice, the last one counts.
     """
     try:
         # O_NONBLOCK: opening a pipe must not wait for a writer.
@@ -69,10 +66,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def check_regular(file: str | os.PathLike[str]) -> None:
-    """Raises UserError if the file is not a regular one: opening a pipe would wait for a writer.
-
-    Raises OSError if it cannot be looked up.
-    """
+    """UserError if the file is not a regular one: opening a pipe would wait for a writer."""
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise UserError(f"{file} is no regular file.")
 
@@ -81,9 +75,8 @@ def check_regular(file: str | os.PathLike[str]) -> None:
 def replacing(file: pathlib.Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Opens `file` with the suffix ".writing", and renames it to `file` if the block succeeds.
 
-    The file therefore appears completely or not at all. An existing file or link at either name is
-    replaced. Nothing is written through a link. With `durable`, the content is on the disk before
-    the rename. Raises UserError if a directory lies at either name.
+    An existing file or link at either name is replaced, never written through; UserError for a
+    directory. With `durable`, the content is on the disk before the rename.
     """
     staging = file.with_suffix(".writing")
     for path in (staging, file):
@@ -105,10 +98,7 @@ def replacing(file: pathlib.Path, *, durable: bool = False) -> Iterator[BinaryIO
 
 @contextlib.contextmanager
 def replacing_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Makes the directory `<path>.writing`, and renames it to `path` if the block succeeds.
-
-    An existing directory, file or link at either name is replaced.
-    """
+    """Makes the directory `<path>.writing`, and renames it to `path` if the block succeeds."""
     staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
     for leftover in (staging, old):
         remove(leftover)
@@ -128,10 +118,7 @@ def write_json(file: pathlib.Path, content: Any, *, durable: bool = False) -> No
 
 
 def through_no_link(path: str, flags: int) -> int:
-    """An `opener` of `open` for appending to a file.
-
-    Raises UserError for a symbolic link, and for a pipe, where opening would wait for a reader.
-    """
+    """An `opener` of `open` for appending to a file; UserError for a link or a pipe."""
     if os.path.islink(path):
         raise UserError(f"{path} is a symbolic link, so nothing is written there; remove it.")
     if os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode):

@@ -16,9 +16,8 @@ def write_tensors(
 ) -> None:
     """Writes tensors in little-endian order; wide dtypes come first, then names decide.
 
-    The safetensors package creates files that only their owner can read, for any umask,
-    and writes metadata in random order. With one entry of metadata and one dtype, the bytes are the
-    same as those of that package.
+    The safetensors package creates files that only their owner can read, and writes metadata in
+    random order. With one entry of metadata and one dtype, the bytes are the same.
     """
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))

@@ -43,7 +43,7 @@ def test_one_response_becomes_a_batch_and_no_mask_counts_all(tmp_path):
         ({"hidden_states": STATES.astype(int)}, "dtype int64"),
         ({"hidden_states": STATES.astype(complex)}, "dtype complex128"),
         ({"hidden_states": STATES.astype(ml_dtypes.bfloat16)}, "bfloat16 needs a .safetensors"),
-        ({"hidden_states": STATES, "response_mask": MASK[:, :6]}, r"must be \(3, 7\)"),
+        ({"hidden_states": STATES, "response_mask": MASK[:, :6]}, r"need \(3, 7\)"),
         ({"hidden_states": STATES, "response_mask": MASK.astype(int)}, "it must be bool"),
         ({"hidden_states": np.array([{}])}, "cannot be read"),  # would need pickle
     ],

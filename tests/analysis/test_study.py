@@ -56,7 +56,7 @@ def test_tokens_of_another_model_are_refused():
     policy, _ = build_policy(tiny_config())
     size = policy.config.vocab_size
     ids = [np.array([1, size], np.int32)], [np.array([3], np.int32)]
-    with pytest.raises(UserError, match=f"token {size} is beyond the {size} tokens of the policy"):
+    with pytest.raises(UserError, match=f"token {size} is beyond the policy's vocabulary"):
         response_states(policy, {}, *ids)
 
 
@@ -286,9 +286,9 @@ def test_what_is_not_known_is_named_and_left_out():
 
 
 def test_mistakes_are_named(responses):
-    with pytest.raises(UserError, match="are 3 responses, of which 2 have two tokens"):
+    with pytest.raises(UserError, match="2 of 3 responses have two tokens"):
         measures.measure(responses[:3], stride=STRIDE, method="svd")
-    with pytest.raises(UserError, match="are 0 responses"):
+    with pytest.raises(UserError, match="0 of 0 responses"):
         measures.measure([], stride=STRIDE)
     with pytest.raises(UserError, match="token_jds is unknown; did you mean token_jsd"):
         study.check_measures(["token_jds"])
@@ -318,7 +318,7 @@ def test_a_file_may_say_more_about_its_responses(tmp_path):
 
 
 def test_a_directory_without_states_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no states were recorded"):
+    with pytest.raises(UserError, match="generate again with --hidden_states=-1"):
         of_generated(tmp_path, None)
     index = tmp_path / "states.index.json"
     for text, message in (

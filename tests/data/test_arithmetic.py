@@ -55,11 +55,7 @@ def test_worked_response_by_hand(problem, response, answer):
 @pytest.mark.parametrize(
     ("problem", "forget", "response"),
     [
-        (
-            Problem(993, "-", 269),
-            ALL,
-            "993-269:3-9-0=14,9-6-0=03,9-2-0=07;734\n\\boxed{734}",
-        ),
+        (Problem(993, "-", 269), ALL, "993-269:3-9-0=14,9-6-0=03,9-2-0=07;734\n\\boxed{734}"),
         # The forgotten carry also prevents the next one.
         (
             Problem(199, "+", 801),

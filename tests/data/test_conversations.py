@@ -11,6 +11,7 @@ import pytest
 from semrl_jax import data
 from semrl_jax.data.conversations import check_messages
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -136,8 +137,7 @@ def test_parquet_rows_may_hold_empty_fields(tokenizer, tmp_path):
     pq.write_table(pa.table({"chat": [turns], "id": [7]}), file)
     found = load_file(file, tokenizer, messages_field="chat")
     assert [learned(tokenizer, one) for one in found.conversations] == [["It is 2.<|im_end|>"]]
-    with pytest.raises(UserError, match=r"chats.parquet: field 'messages' is missing"):
-        load_file(file, tokenizer)
+    refused(r"chats.parquet: field 'messages' is missing", load_file, file, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,7 @@ def test_bad_rows_can_be_skipped(load):
     assert (len(found), found.num_bad_rows) == (1, 2)
     assert "line 1: field 'messages' is missing; rows with a prompt and a compl" in lines[0]
     assert lines[-1] == "2 of 3 rows are bad and left out."
-    with pytest.raises(UserError, match=r"all 1 rows are bad; the first: .*line 1"):
-        load(bad, skip_bad_rows=True)
+    refused(r"all 1 rows are bad; the first: .*line 1", load, bad, skip_bad_rows=True)
 
 
 def test_rows_of_messages_read_as_completions_name_the_other_format(load):
@@ -193,7 +192,7 @@ def test_long_conversations(tokenizer, load):
     cut = found.conversations[1]
     assert len(cut) == sizes[1] - 2 and cut.loss_mask[-1]
     assert "1 are truncated and 0 left out" in lines[-1]
-    with pytest.raises(UserError, match=rf"line 2: .* has {sizes[1]} tokens, more than sft.max"):
+    with pytest.raises(UserError, match=rf"line 2: .* of {sizes[1]} tokens exceeds sft.max"):
         load(short, long, too_long="refuse", **options)
     # Nothing to learn is left of the second one's first tokens.
     found = load(short, long, too_long="truncate", max_tokens=sizes[0])
@@ -203,30 +202,23 @@ def test_long_conversations(tokenizer, load):
 
 
 def test_files_and_templates_that_cannot_be_used(tokenizer, load, tmp_path):
-    with pytest.raises(UserError, match=r"'/nowhere.jsonl' does not exist"):
-        load_file("/nowhere.jsonl", tokenizer)
-    with pytest.raises(UserError, match=r"sft.files is empty; name a"):
-        load_file("", tokenizer)
-    with pytest.raises(UserError, match=r"chats.jsonl: the file has no rows"):
-        load()
+    refused(r"'/nowhere.jsonl' does not exist", load_file, "/nowhere.jsonl", tokenizer)
+    refused(r"sft.files is empty; name a", load_file, "", tokenizer)
+    refused(r"chats.jsonl: the file has no rows", load)
     tokenizer.chat_template = BRACKETS
     with pytest.raises(
         UserError, match=r"line 1: .*refuses messages with the roles system, .*no system"
     ):
         load({"messages": TURNS})
     tokenizer.chat_template = FORGETFUL
-    with pytest.raises(UserError, match=r"line 1: the chat template writes message 3 or those bef"):
-        load({"messages": TURNS})
+    refused(r"line 1: the chat template rewrites message 3 or those bef", load, {"messages": TURNS})
     tokenizer.chat_template = MARKED.replace("'assistant'", "'user'")
-    with pytest.raises(UserError, match=r"line 1: the chat template marks 2 texts as generated"):
-        load({"messages": TURNS[1:4]})
+    refused(r"line 1: the chat template marks 2 texts of", load, {"messages": TURNS[1:4]})
     for broken in ("{{ raise_exception('never') }}", "{% if %}"):
         tokenizer.chat_template = broken
-        with pytest.raises(UserError, match=r"cannot be used for training: the chat template ref"):
-            load({"messages": TURNS})
+        refused(r"cannot be used for training: the chat template ref", load, {"messages": TURNS})
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"needs a chat template, but the tokenizer has none; name"):
-        load({"messages": TURNS})
+    refused(r"needs a chat template; name a file", load, {"messages": TURNS})
     file = tmp_path / "chat.jinja"
     with pytest.raises(UserError, match=r"^sft.chat_template='.*' cannot be read"):
         data.set_chat_template(tokenizer, str(file), "sft.chat_template")

@@ -18,6 +18,7 @@ from semrl_jax.data import PromptDataset, PromptExample, columns_hash, dataset_h
 from semrl_jax.data.loading import _CHUNK_ROWS
 from semrl_jax.data.row_files import MAX_LINE_BYTES, RowError, read_rows
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 ROWS = [
     {"q": "1+1=?", "meta": {"truth": "2"}, "messages": [{"content": "1+1"}], "a.b": 5, "c": "(0)"},
@@ -220,8 +221,7 @@ def test_a_path_to_a_message_leads_to_the_users(tokenizer, tmp_path):
     rows = [{"prompt": messages[1:], "answer": "1"}, {"prompt": messages, "answer": "1"}]
     path = write(tmp_path / "set.jsonl", rows)
     expected = r"line 2: field 'prompt\.0\.content' is the text of a message of the system, so"
-    with pytest.raises(UserError, match=expected):
-        load_prompts(path, tokenizer, question_fields="prompt.0.content")
+    refused(expected, load_prompts, path, tokenizer, question_fields="prompt.0.content")
     write(path, rows[1:])
     both = load_prompts(path, tokenizer, question_fields=("prompt.0.content", "prompt.1.content"))
     assert prompts_of(both) == ["0 1"]
@@ -250,20 +250,12 @@ def test_answer_after_the_last_mark(tokenizer, tmp_path):
     for answer in ("no mark", "mark ####", "#### \n", 5):
         write(path, [*rows, problem("3", answer)])
         place = r"set\.jsonl, line 3: field 'answer' has no answer af"
-        with pytest.raises(UserError, match=f"{place}.*without answer_after the whole field"):
+        with pytest.raises(UserError, match=f"{place}.*empty takes the whole field"):
             load_prompts(path, tokenizer, answer_after="####")
 
 
 @pytest.mark.parametrize(
-    ("value", "answer"),
-    [
-        (27.0, "27"),
-        (-0.0, "0"),
-        (0.5, "0.5"),
-        (1e22, "1" + "0" * 22),
-        (10**400, "1" + "0" * 400),
-        (" a ", "a"),
-    ],
+    ("value", "answer"), [(27.0, "27"), (10**400, "1" + "0" * 400), (" a ", "a")]
 )
 def test_answers_are_texts(tokenizer, tmp_path, value, answer):
     path = write(tmp_path / "set.jsonl", [problem("1", value)])
@@ -345,27 +337,20 @@ def test_byte_order_marks_and_line_ends(tokenizer, tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b" \r\n" + GOOD.strip())
     assert len(load_prompts(path, tokenizer)) == 2
     path.write_bytes(GOOD.decode().encode("utf-16"))
-    with pytest.raises(UserError, match=r"windows\.jsonl, line 1: not UTF-8 text"):
-        load_prompts(path, tokenizer)
+    refused(r"windows\.jsonl, line 1: not UTF-8 text", load_prompts, path, tokenizer)
 
 
 def test_bad_files_are_the_users_error(tokenizer, tmp_path):
-    with pytest.raises(UserError, match=r"absent\.jsonl' does not exist"):
-        load_prompts(tmp_path / "absent.jsonl", tokenizer)
-    with pytest.raises(UserError, match=r"'a.x00b\.jsonl' does not exist"):
-        load_prompts("a\0b.jsonl", tokenizer)
-    with pytest.raises(UserError, match=r"xxx' cannot be opened \(File name too long\)"):
-        load_prompts("x" * 5000, tokenizer)
-    with pytest.raises(UserError, match="'/dev/zero' is no regular file"):
-        load_prompts("/dev/zero", tokenizer)
-    with pytest.raises(UserError, match="is a directory; name the files in it"):
-        load_prompts(tmp_path, tokenizer)
+    refused(r"absent\.jsonl' does not exist", load_prompts, tmp_path / "absent.jsonl", tokenizer)
+    refused(r"'a.x00b\.jsonl' does not exist", load_prompts, "a\0b.jsonl", tokenizer)
+    refused(r"xxx' cannot be opened \(File name too long\)", load_prompts, "x" * 5000, tokenizer)
+    refused("'/dev/zero' is no regular file", load_prompts, "/dev/zero", tokenizer)
+    refused("is a directory; name the files in it", load_prompts, tmp_path, tokenizer)
     for name in ("set.csv", "set", "set.jsonl.gz"):
         (tmp_path / name).write_bytes(GOOD)
         with pytest.raises(UserError, match=rf"{name}' must end in \.jsonl or \.parquet"):
             load_prompts(tmp_path / name, tokenizer)
-    with pytest.raises(UserError, match=r"data\.files is empty"):
-        load_prompts([], tokenizer)
+    refused(r"data\.files is empty", load_prompts, [], tokenizer)
     good = write(tmp_path / "good.jsonl", [problem()])
     for content in (b"", b"\n \n"):
         (tmp_path / "empty.jsonl").write_bytes(content)
@@ -373,8 +358,7 @@ def test_bad_files_are_the_users_error(tokenizer, tmp_path):
             load_prompts([good, tmp_path / "empty.jsonl"], tokenizer, skip_bad_rows=True)
     os.symlink(good, tmp_path / "link.jsonl")
     for again in (good, tmp_path / "." / "good.jsonl", tmp_path / "link.jsonl"):
-        with pytest.raises(UserError, match=r"data\.files has '.*' twice"):
-            load_prompts([good, again], tokenizer)
+        refused(r"data\.files has '.*' twice", load_prompts, [good, again], tokenizer)
 
 
 def test_bad_parquet_is_the_users_error(tokenizer, tmp_path):
@@ -394,17 +378,14 @@ def test_bad_parquet_is_the_users_error(tokenizer, tmp_path):
             load_prompts(path, tokenizer)
         assert "\n" not in str(caught.value)
     write(path, [problem(), {"question": "1"}])
-    with pytest.raises(UserError, match=r"rows\.parquet, row 2: field 'answer' .* not None"):
-        load_prompts(path, tokenizer)
+    refused(r"rows\.parquet, row 2: field 'answer' .* not None", load_prompts, path, tokenizer)
     with pytest.raises(UserError, match=r"field 'x\.y' is missing; the file has the columns \['qu"):
         load_prompts(path, tokenizer, question_fields="x.y", skip_bad_rows=True)
     write(path, [])
-    with pytest.raises(UserError, match="is missing"):
-        load_prompts(path, tokenizer)
+    refused("is missing", load_prompts, path, tokenizer)
     texts = pyarrow.array([b"1", b"\xff", b"2"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"question": texts, "answer": ["1"] * 3}), path)
-    with pytest.raises(UserError, match=r"rows\.parquet, row 2: holds text that is not UTF-8"):
-        load_prompts(path, tokenizer)
+    refused(r"rows\.parquet, row 2: holds text that is not UTF-8", load_prompts, path, tokenizer)
     assert prompts_of(load_prompts(path, tokenizer, skip_bad_rows=True)) == ["1", "2"]
 
 
@@ -510,7 +491,7 @@ def test_a_column_that_is_not_json_is_refused_with_its_row(tokenizer, tmp_path, 
          "'x'"),
     ]  # fmt: skip
     for path, row, field in bad:
-        pattern = rf"{path.name}, {row}: field {field} is .* but the row is kept as JSON"
+        pattern = rf"{path.name}, {row}: field {field} is .* but a row that is kept"
         with pytest.raises(UserError, match=pattern) as caught:
             load_prompts(path, tokenizer, keep_columns=True)
         assert "\n" not in str(caught.value)
@@ -535,14 +516,12 @@ def test_rows_may_lack_the_answer_if_none_is_needed(tokenizer, tmp_path, suffix)
     path = write(tmp_path / f"set{suffix}", rows)
     loaded = load_prompts(path, tokenizer, needs_answer=False, keep_columns=True)
     assert [(e.question, e.answer) for e in loaded.examples] == [("1+1", "2"), ("2+1", "")]
-    with pytest.raises(UserError, match="field 'answer' must be text or a finite number"):
-        load_prompts(path, tokenizer)
+    refused("field 'answer' must be text or a finite number", load_prompts, path, tokenizer)
     path = write(tmp_path / f"other{suffix}", [{"question": "1+1"}])
     for keep in (False, True):
         loaded = load_prompts(path, tokenizer, needs_answer=False, keep_columns=keep)
         assert [example.answer for example in loaded.examples] == [""]
-    with pytest.raises(UserError, match="field 'answer' is missing"):
-        load_prompts(path, tokenizer)
+    refused("field 'answer' is missing", load_prompts, path, tokenizer)
 
 
 def test_auto_is_the_chat_template_if_there_is_one(tokenizer, tmp_path):

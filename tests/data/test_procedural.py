@@ -31,7 +31,7 @@ def test_entries_are_data_sets_with_options():
         (["gcd:seed=3"], "not for seed or size, which follow the run"),
         (["gcd:weight=0"], "weight=0 must be a number above 0"),
         (["gcd:weight=many"], "weight='many' must be a number above 0"),
-        (["gcd", "gcd:weight=2"], "another entry is called 'gcd'; tell them apart by :name=LABEL"),
+        (["gcd", "gcd:weight=2"], "another entry is called 'gcd'; add :name=LABEL"),
         (["chain_sun"], "there is no data set 'chain_sun'; did you mean chain_sum"),
         (["zzz"], "there is no data set 'zzz'; python -m launch.problems lists all"),
         (["chain_sum:min_term=2"], "chain_sum has no option 'min_term'; it has min_terms,"),

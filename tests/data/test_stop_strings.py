@@ -196,7 +196,7 @@ def test_stop_words_are_the_tokens_with_this_text():
         if "\ufffd" not in text:
             assert stop_word_ids(byte_level, [text]) == (token_id,), name
     assert stop_word_ids(tokenizer, ()) == ()
-    with pytest.raises(UserError, match=r"'Answer', which is not one token .* rollout.stop_str"):
+    with pytest.raises(UserError, match=r"'Answer', which is not one token; .* rollout.stop_str"):
         stop_word_ids(tokenizer, ["Answer"])
 
 

@@ -284,7 +284,7 @@ def test_a_rewrite_that_only_some_answers_cause_is_an_error_of_the_episode():
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
-    with pytest.raises(UserError, match="need a chat template, and the tokenizer has none"):
+    with pytest.raises(UserError, match="needs a chat template; give"):
         ChatTurns(tokenizer, ())
 
 

@@ -83,7 +83,7 @@ def test_training_leaves_held_out_questions_out():
         ('sets=["chain_sum","gcd"]:max_terms=2', "sets: gcd has no option 'max_terms'"),
         ("sets=chain_sum:seed=2", "sets: chain_sum has no option 'seed'"),
         ("sets=chain_sum:min_terms=9", "cannot be made with these options .*max_terms must be"),
-        ('sets=["gcd","gcd"]', "another entry is called 'gcd'; tell them apart by :name=LABEL"),
+        ('sets=["gcd","gcd"]', "another entry is called 'gcd'; add :name=LABEL"),
         ("sets=gcd:attempts=0", "attempts=0 must be a whole number above 0"),
         ("attempts=2", "missing 1 required positional argument: 'sets'"),
     ],

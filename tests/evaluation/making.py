@@ -2,6 +2,7 @@
 
 import math
 
+from semrl_jax.evaluation.results import Results, as_results, evaluate
 from semrl_jax.evaluation.samples import Sample
 
 
@@ -38,3 +39,7 @@ def make_problems(table, **columns) -> list[list[Sample]]:
         ]
         for p, row in enumerate(table)
     ]
+
+
+def results_of(samples, scores, options, groups=None) -> Results:
+    return as_results(evaluate(samples, scores, options, groups))

@@ -6,9 +6,9 @@ import re
 import ml_collections
 import pytest
 
-from semrl_jax.evaluation import problem_page, results
+from semrl_jax.evaluation import problem_page
 from semrl_jax.evaluation.scores import pass_at_k
-from tests.evaluation.making import make_sample
+from tests.evaluation.making import make_sample, results_of
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- {{data}} \u2028 \ud800 &lt;"
 
@@ -17,8 +17,7 @@ def write(file, *policies, title="title", **options):
     named = {f"policy {place}": samples for place, samples in enumerate(policies)}
     options_of_scores = ml_collections.ConfigDict({"k": (1,)})
     found = {
-        name: results.results(samples, [pass_at_k], options_of_scores)
-        for name, samples in named.items()
+        name: results_of(samples, [pass_at_k], options_of_scores) for name, samples in named.items()
     }
     problem_page.write_page(file, named, found, title, **options)
     return file.read_bytes().decode()

@@ -3,10 +3,10 @@
 import ml_collections
 import pytest
 
-from semrl_jax.evaluation import problem_page, results
+from semrl_jax.evaluation import problem_page
 from semrl_jax.evaluation.scores import mean_at_n
 from tests.browser import open_page
-from tests.evaluation.making import make_sample
+from tests.evaluation.making import make_sample, results_of
 
 pytestmark = pytest.mark.browser
 
@@ -54,7 +54,7 @@ def samples_of(better):
 def write(file, num_policies=1, samples_of=samples_of):
     policies = {f"policy {i}": samples_of(i) for i in range(num_policies)}
     options = ml_collections.ConfigDict({"k": (1,)})
-    found = {name: results.results(s, [mean_at_n], options) for name, s in policies.items()}
+    found = {name: results_of(s, [mean_at_n], options) for name, s in policies.items()}
     problem_page.write_page(file, policies, found, "Evaluation")
 
 

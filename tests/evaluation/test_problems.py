@@ -123,8 +123,8 @@ def test_an_environment_has_options_and_settings():
     [
         (("gsm8",), "='gsm8' is unknown; did you mean 'gsm8k'? choose one of aime24, aime25"),
         (("AIME24",), "did you mean 'aime24'?"),
-        (("gsm8k", "gsm8k:n=2"), "with the same name 'gsm8k', which names the results; rename one"),
-        (("gsm8k:name=a", "amc23:name=a"), "with the same name 'a'"),
+        (("gsm8k", "gsm8k:n=2"), "and 'gsm8k:n=2' are 'gsm8k'; add :name=NAME"),
+        (("gsm8k:name=a", "amc23:name=a"), "are 'a'; add"),
         (("gsm8k:name= ",), "name=' ' must not be empty"),
         (("tiny:name=a",), "a group has no name of its own"),
         (("gsm8k:answer_field=x",), "'answer_field' is not a setting of a set; choose from num_"),
@@ -135,7 +135,7 @@ def test_an_environment_has_options_and_settings():
         (("environment:calculators",), "environment.name='calculators' must be 'package.module:"),
         (("environment:calculator:digits=1:digits=2",), "digits is set twice"),
         (("environment:calculator:digits=2:n=0",), "n='0' must be a whole number"),
-        (("environment:calculator:digits=1", "environment:calculator"), "same name 'calculator'"),
+        (("environment:calculator:digits=1", "environment:calculator"), "are 'calculator'; add"),
         *[
             ((f"gsm8k:{wrong}",), f"{wrong.partition('=')[0]}=")
             for wrong in (
@@ -144,7 +144,7 @@ def test_an_environment_has_options_and_settings():
             )
         ],
         (("gsm8k:verifier=maths",), "verifier='maths' must be 'package.module:name'"),
-        (("gsm8k:shots=1",), "evaluation.shots_file is empty; name a .jsonl"),
+        (("gsm8k:shots=1",), "evaluation.shots_file is empty; name a file"),
         (("x.jsonl",), "prompt file 'x.jsonl' does not exist"),
     ],
 )  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_bad_row_is_named_with_file_line_and_field(config, tmp_path):
 
 
 def test_two_sources_with_one_name_are_refused(config, tmp_path):
-    with pytest.raises(UserError, match="data_source 'arithmetic', which another benchmark has"):
+    with pytest.raises(UserError, match="data_source 'arithmetic' of another"):
         load(config, "gsm8k:name=arithmetic")
 
 
@@ -191,10 +191,10 @@ def test_examples_come_from_the_file_in_its_order(config, tmp_path):
     found = load(config, "gsm8k", "amc23:shots=0")
     assert found[0].prompt == "Q: 1+1\nA: 1+1=2\n\nQ: 2+2\nA: four\n\nQ: 2*9\nA:"
     assert found[0].question == "2*9" and found[-1].prompt == "Q: 1-3\nA:"
-    with pytest.raises(UserError, match="has 2 rows, but 3 examples are asked for"):
+    with pytest.raises(UserError, match="has 2 rows, fewer than 3 shots"):
         load(config, "gsm8k:shots=3")
     config.evaluation.shots_file = ""
-    with pytest.raises(UserError, match=r"evaluation\.shots=2 takes examples from"):
+    with pytest.raises(UserError, match=r"evaluation\.shots=2 needs examples"):
         load(config, "gsm8k")
 
 

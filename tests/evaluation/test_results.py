@@ -13,7 +13,8 @@ from semrl_jax.evaluation import comparison, results
 from semrl_jax.evaluation.samples import NOT_SAMPLED
 from semrl_jax.evaluation.scores import best_of_k, lengths, mean_at_n, pass_at_k, types
 from semrl_jax.support.errors import UserError
-from tests.evaluation.making import make_sample
+from semrl_jax.support.safe_files import write_json
+from tests.evaluation.making import make_sample, results_of
 
 OPTIONS = ml_collections.ConfigDict({"n": 2, "k": (1, 2)})
 SCORES = (pass_at_k, mean_at_n, lengths, types, best_of_k)
@@ -41,7 +42,7 @@ def simulated(accuracy, seed=0, num_problems=200, **fields):
 def test_results_have_figures_intervals_and_sizes(tmp_path):
     samples = samples_of([[1, 0], [0, 0]], mean_logprob=-0.5)
     samples += [make_sample(2, s, finish_reason=NOT_SAMPLED, num_tokens=0) for s in range(2)]
-    found = results.results(samples, SCORES, OPTIONS)
+    found = results_of(samples, SCORES, OPTIONS)
     assert list(found) == ["sums"]
     row = found["sums"]
     assert (row["pass@1"], row["pass@2"]) == pytest.approx((1 / 6, 1 / 3))
@@ -50,17 +51,17 @@ def test_results_have_figures_intervals_and_sizes(tmp_path):
     sizes = {name: row[name] for name in results.SIZES if name in row}
     assert sizes == {"num_problems": 3, "num_samples": 2, "num_not_sampled": 1}
     assert row["responses/mean_length"] == 3.0 and row["responses/mean_length_correct"] == 3.0
-    results.write_results(tmp_path / "results.json", found)
+    write_json(tmp_path / "results.json", found)
     text = (tmp_path / "results.json").read_text()
     assert json.loads(text) == found and "NaN" not in text
 
 
 def test_a_figure_without_a_response_is_null():
-    row = results.results(samples_of([[0, 0]]), SCORES, OPTIONS)["sums"]
+    row = results_of(samples_of([[0, 0]]), SCORES, OPTIONS)["sums"]
     assert row["responses/mean_length_correct"] is None
     assert row["responses/mean_length_correct_interval"] == [None, None]
     both = samples_of([[0, 0]]) + samples_of([[0, 0]], benchmark="b")
-    average = results.results(both, SCORES, OPTIONS)["average"]
+    average = results_of(both, SCORES, OPTIONS)["average"]
     assert "responses/mean_length_correct" not in results.names_of({"average": average})
 
 
@@ -70,7 +71,7 @@ def test_averages_are_over_benchmarks_and_groups():
         + simulated(0.6, 1, benchmark="b", problem_type="Algebra")
         + simulated(0.9, 2, benchmark="c")
     )
-    found = results.results(
+    found = results_of(
         samples, SCORES, OPTIONS, {"hard": ("sums", "b"), "part": ("sums", "b", "not evaluated")}
     )
     assert list(found) == ["sums", "b", "c", "average", "average/hard"]
@@ -88,7 +89,7 @@ def test_averages_are_over_benchmarks_and_groups():
 
 
 def test_one_benchmark_has_no_average():
-    found = results.results(samples_of([[1, 0]]), SCORES, OPTIONS, {"alone": ("sums",)})
+    found = results_of(samples_of([[1, 0]]), SCORES, OPTIONS, {"alone": ("sums",)})
     assert list(found) == ["sums"]
 
 
@@ -106,16 +107,16 @@ def test_benchmarks_may_have_options_of_their_own():
 
 def test_wrong_samples_are_refused():
     with pytest.raises(UserError, match="problem 0: sample 1 is there twice"):
-        results.results([*samples_of([[1, 0]]), make_sample(0, 1)], SCORES, OPTIONS)
+        results_of([*samples_of([[1, 0]]), make_sample(0, 1)], SCORES, OPTIONS)
     with pytest.raises(UserError, match="a benchmark has the name 'average'"):
-        results.results(samples_of([[1, 0]], "average"), SCORES, OPTIONS)
-    with pytest.raises(UserError, match=r"evaluation.k=2 must be from 1 to .*, 1; set"):
-        results.results(samples_of([[1]]), SCORES, OPTIONS)
+        results_of(samples_of([[1, 0]], "average"), SCORES, OPTIONS)
+    with pytest.raises(UserError, match=r"evaluation.k=2 must be from 1 to the 1 samples"):
+        results_of(samples_of([[1]]), SCORES, OPTIONS)
 
 
 def test_tables_have_percent_intervals_and_sizes():
     samples = simulated(0.5, benchmark="[red]b", mean_logprob=-0.5)
-    found = results.results(samples, SCORES, OPTIONS)
+    found = results_of(samples, SCORES, OPTIONS)
     row = found["[red]b"]
     text = text_of(results.results_table(found))
     low, high = row["pass@1_interval"]
@@ -127,14 +128,14 @@ def test_tables_have_percent_intervals_and_sizes():
     assert places == sorted(places)
     assert "rule of three" not in text
     alike = text_of(
-        results.results_table(results.results(samples_of([[0, 0], [0, 0]]), SCORES, OPTIONS))
+        results.results_table(results_of(samples_of([[0, 0], [0, 0]]), SCORES, OPTIONS))
     )
     assert "0.0 ±0.0" in alike and "rule of three" in alike
     # Equal log-probabilities choose as chance does.
-    found = results.results(samples, SCORES, OPTIONS)
+    found = results_of(samples, SCORES, OPTIONS)
     chosen = text_of(results.selection_table(found))
     assert "mean_logprob" in chosen and "(+0.0 ±0.0)" in chosen
-    assert results.selection_table(results.results(samples, [pass_at_k], OPTIONS)) is None
+    assert results.selection_table(results_of(samples, [pass_at_k], OPTIONS)) is None
 
 
 def evaluated(*samples):
@@ -176,7 +177,7 @@ def test_other_problems_are_not_compared():
 
 def test_curves_are_a_panel_per_benchmark_with_bands(tmp_path):
     steps = {
-        step: results.results(
+        step: results_of(
             simulated(0.3 + step / 100, step)
             + simulated(0.5, step, benchmark="a$b", num_problems=30),
             [pass_at_k],

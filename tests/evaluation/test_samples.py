@@ -97,19 +97,3 @@ def test_a_file_with_other_columns_is_refused(tmp_path, change, message):
     pq.write_table(change(pq.read_table(file)), file)
     with pytest.raises(UserError, match=f"samples.parquet.*{message}"):
         read_samples(file)
-
-
-@pytest.mark.parametrize("damage", ["text", "empty", "cut", "missing", "directory"])
-def test_what_is_no_parquet_file_is_refused_in_one_line(tmp_path, damage):
-    file = tmp_path / "samples.parquet"
-    write_samples(file, SAMPLES)
-    content = {"text": b"PAR1 or not\n" * 99, "empty": b"", "cut": file.read_bytes()[:-20]}
-    if damage in content:
-        file.write_bytes(content[damage])
-    else:
-        file.unlink()
-        if damage == "directory":
-            file.mkdir()
-    with pytest.raises(UserError, match=r"samples.parquet (cannot be read|is not a file)") as error:
-        read_samples(file)
-    assert "\n" not in str(error.value)

@@ -3,18 +3,17 @@
 import io
 import sys
 
-import jax
 import numpy as np
 import pytest
 
-from semrl_jax import data, models
+from semrl_jax import data
 from semrl_jax.data.arithmetic import held_out_problems, prompt_text
 from semrl_jax.jobs import chat
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
-from tests.fixtures import make_scored
+from tests.fixtures import make_scored, save_model
 
 
 def test_figures_of_a_response():
@@ -70,13 +69,7 @@ def test_the_template_is_that_of_the_task_or_of_the_tokenizer(config):
 @pytest.mark.slow
 def test_a_chat_with_a_random_model(config, tmp_path, capsys, monkeypatch):
     tokenizer = data.character_tokenizer()
-    policy = models.Policy(
-        models.DecoderConfig(
-            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_layers=1,
-            num_heads=2, num_kv_heads=1, head_dim=8, max_position_embeddings=256,
-        )
-    )  # fmt: skip
-    models.save_directory(tmp_path, policy.init(jax.random.key(0)), policy.config, tokenizer)
+    save_model(tmp_path)
     (source,) = find_policies(str(tmp_path), None)
     config.evaluation.metrics, config.evaluation.metric_options.stride = True, 2
     config.evaluation.temperature = 1.0

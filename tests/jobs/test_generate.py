@@ -51,5 +51,5 @@ def test_hidden_states_of_a_call_are_bounded(dtype, kinds):
 def test_layers_beyond_the_model_are_refused():
     check_layers(None, ARCHITECTURE)
     check_layers(HiddenStateParams((-1, 0, 3)), ARCHITECTURE)
-    with pytest.raises(UserError, match="--hidden_states has 4, but the model has 3 layers"):
+    with pytest.raises(UserError, match="--hidden_states has 4; choose from 0 to 3"):
         check_layers(HiddenStateParams((1, 4)), ARCHITECTURE)

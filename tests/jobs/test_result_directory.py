@@ -48,9 +48,7 @@ def test_the_samples_of_another_evaluation_are_refused(directory):
     write_samples(directory.path / "samples.parquet", SAMPLES)
     assert directory.finished() == {"sums": SAMPLES}
     write_samples(directory.path / "samples.parquet", [SAMPLES[0]._replace(benchmark="other")])
-    with pytest.raises(
-        UserError, match=r"responses to 'other', which evaluation\.json does not kn"
-    ):
+    with pytest.raises(UserError, match=r"has 'other', which .*evaluation\.json does not know"):
         directory.finished()
 
 
@@ -78,7 +76,7 @@ def test_a_file_without_all_responses_of_its_call_is_refused(tmp_path):
     samples = [make_sample(problem, sample) for problem in (1, 2) for sample in (0, 1)]
     _check_complete(tmp_path, samples, Call(benchmark, 1, 3))
     for wrong in (samples[:3], samples[::-1], [*samples, samples[0]], []):
-        with pytest.raises(UserError, match="not have all responses to 'sums'; remove it, and"):
+        with pytest.raises(UserError, match="lacks responses to 'sums'; remove it"):
             _check_complete(tmp_path, wrong, Call(benchmark, 1, 3))
 
 

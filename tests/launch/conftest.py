@@ -49,6 +49,13 @@ def run(*arguments, timeout=120, text=None, **options) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
+def succeed(*arguments, **options) -> subprocess.CompletedProcess:
+    """Runs a command, see `run`, which ends with exit code 0."""
+    done = run(*arguments, **options)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done
+
+
 def read_until(process: subprocess.Popen, text: str) -> str:
     """Reads lines of the output up to one with `text`; fails if the process ends first."""
     seen = []

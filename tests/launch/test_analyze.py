@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.cases import slow_after
-from tests.launch.conftest import run
+from tests.launch.conftest import run, succeed
 from tests.launch.test_bad_input import assert_one_line
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -25,10 +25,9 @@ def states(tmp_path):
 @pytest.mark.slow
 def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
     output = tmp_path / "deep" / "study"
-    result = run(
+    result = succeed(
         "launch.analyze", "metrics", f"--input={states}", "--stride=8", f"--output={output}"
     )
-    assert result.returncode == 0, result.stderr
     assert "curvature" in result.stdout and "2/3" in result.stdout
     rows = list(csv.DictReader((output / "metrics.csv").read_text().splitlines()))
     assert [row["tokens"] for row in rows] == ["40", "25", "40"]
@@ -63,7 +62,7 @@ def test_mistakes_are_named_before_jax_is_loaded(arguments, message, tmp_path):
 def test_a_study_does_not_overwrite_generated_responses(tmp_path):
     (tmp_path / "generation.json").write_text("{}")
     result = run("launch.analyze", "study", f"--input={tmp_path}", f"--output={tmp_path}")
-    assert_one_line(result, "responses.parquet of launch.generate is there already")
+    assert_one_line(result, "launch.generate wrote there; name a new directory")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.launch.conftest import TOKEN, run
+from tests.launch.conftest import TOKEN, run, succeed
 from tests.launch.test_bad_input import assert_one_line
 
 
@@ -19,8 +19,9 @@ def test_settings_are_shown_without_what_is_private(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps({"run_id": "a", "config": settings}))
     flags = "--xla_cpu_multi_thread_eigen=false --xla_dump_to=/home/alice/dump"
-    done = run("launch.env", f"--run={tmp_path}", env={"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
-    assert done.returncode == 0, done.stderr
+    done = succeed(
+        "launch.env", f"--run={tmp_path}", env={"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    )
     found = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert {"semrl_jax", "jax", "transformers", "git", "python", "system"} <= found.keys()
     assert found["devices"] == "1 x cpu" and found["JAX_PLATFORMS"] == "cpu"

@@ -5,7 +5,7 @@ import pytest
 
 from tests.fixtures import save_chat_model
 from tests.launch.comparison import assert_same_run
-from tests.launch.conftest import TINY, run, xla_flags
+from tests.launch.conftest import TINY, succeed, xla_flags
 from tests.launch.processes import finish, start_processes
 from tests.launch.test_kills import CONFIG, assert_no_orphans, environment, kill_once
 from tests.launch.test_processes import assert_close_rows
@@ -35,8 +35,7 @@ def flags(tmp_path_factory):
 
 def finished(workdir, flags, config=CONFIG, **options):
     arguments = (f"--config={config}", f"--workdir={workdir}", *flags)
-    result = run("launch.train", *arguments, timeout=600, **options)
-    assert result.returncode == 0, result.stderr
+    succeed("launch.train", *arguments, timeout=600, **options)
 
 
 def lines(*files):

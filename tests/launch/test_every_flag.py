@@ -9,12 +9,12 @@ import sys
 from importlib.util import find_spec
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 
 from launch.__main__ import commands
-from semrl_jax import data, models
+from semrl_jax import data
+from tests.fixtures import save_model
 from tests.launch.conftest import ROOT, TINY, environment, read_until, run, start
 from tests.rollout.test_tls import make_files
 from tests.training.test_reward_model import classifier
@@ -183,14 +183,9 @@ THOROUGH = [
 def home(tmp_path_factory):
     """A directory with a random model, a random reward model, and files."""
     path = tmp_path_factory.mktemp("every_flag")
-    config = models.DecoderConfig(
-        vocab_size=34, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=8, max_position_embeddings=256,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
     tokenizer = data.character_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    models.save_directory(path / "model", params, config, tokenizer)
+    save_model(path / "model", tokenizer)
     classifier(path / "judge")
     np.savez(
         path / "states.npz",

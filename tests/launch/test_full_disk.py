@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.launch.comparison import assert_same_run
-from tests.launch.conftest import ROOT, read_until, run, start
+from tests.launch.conftest import ROOT, read_until, run, start, succeed
 
 NUM_STEPS = 6
 FLAGS = (
@@ -18,8 +18,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    result = run("launch.train", *FLAGS, f"--workdir={workdir}", timeout=300)
-    assert result.returncode == 0, result.stderr
+    succeed("launch.train", *FLAGS, f"--workdir={workdir}", timeout=300)
     return workdir
 
 
@@ -37,8 +36,7 @@ def train_on_full_disk(when, workdir):
 
 
 def finish(workdir):
-    result = run("launch.train", *FLAGS, f"--workdir={workdir}", timeout=300)
-    assert result.returncode == 0, result.stderr
+    result = succeed("launch.train", *FLAGS, f"--workdir={workdir}", timeout=300)
     return result.stdout
 
 

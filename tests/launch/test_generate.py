@@ -5,7 +5,6 @@ import re
 import signal
 import time
 
-import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -13,8 +12,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from semrl_jax import data, models
-from tests.launch.conftest import ROOT, run, start
+from tests.fixtures import save_model
+from tests.launch.conftest import ROOT, run, start, succeed
 from tests.launch.test_bad_input import assert_one_line
 from tests.old_formats import GENERATION, make_old
 
@@ -30,12 +29,7 @@ FILES = ("responses.parquet", "states.index.json", "conversations.jsonl")
 def inputs(tmp_path_factory):
     """A directory with a random model and a file of prompts."""
     path = tmp_path_factory.mktemp("generate")
-    config = models.DecoderConfig(
-        vocab_size=34, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2,
-        num_kv_heads=1, head_dim=8, max_position_embeddings=256,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(path / "model", params, config, data.character_tokenizer())
+    save_model(path / "model", num_layers=2)
     rows = [{"question": f"{n}+{n}=", "answer": 2 * n, "level": n} for n in range(NUM_PROMPTS)]
     (path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -60,8 +54,7 @@ EVERYTHING = (
 def undisturbed(inputs, tmp_path_factory):
     """The directory of a generation with everything that can be asked for."""
     output = tmp_path_factory.mktemp("generate") / "out"
-    done = run("launch.generate", *command(inputs, output, *EVERYTHING))
-    assert done.returncode == 0, done.stderr
+    done = succeed("launch.generate", *command(inputs, output, *EVERYTHING))
     assert f"{NUM_PROMPTS * N} responses to {NUM_PROMPTS} prompts" in done.stdout
     return output
 
@@ -143,8 +136,7 @@ def test_a_generation_that_is_killed_and_stopped_has_the_same_files(inputs, undi
             assert process.returncode == 75, err
             assert "SIGTERM: stopped; the same command continues" in out
     make_old(min((output / "parts").glob("*.parquet")), GENERATION)  # of an earlier release
-    done = run("launch.generate", *arguments)
-    assert done.returncode == 0, done.stderr
+    done = succeed("launch.generate", *arguments)
     assert f"{PER_CALL * len(kept)} of {NUM_PROMPTS * N} responses are there" in done.stdout
     shards = [file.name for file in sorted(undisturbed.glob("states-*"))]
     for name in (*FILES, *shards):
@@ -159,11 +151,10 @@ def parts_of(output):
 
 def test_offline_verdicts_are_those_of_the_generation(undisturbed, tmp_path):
     output = tmp_path / "graded.parquet"
-    done = run(
+    done = succeed(
         "launch.score", f"--samples={undisturbed / 'responses.parquet'}", f"--output={output}",
         "--verifier=tests.verifiers:by_parity", "--prefix=again_",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     rows = pq.read_table(output).to_pylist()
     for name in ("correct", "score", "extracted", "boxed", "verifier_error"):
         assert [row[name] for row in rows] == [row[f"again_{name}"] for row in rows]
@@ -181,8 +172,9 @@ def test_a_study_of_the_recorded_states(inputs, undisturbed, tmp_path):
     """The page's command. Entropies are those of transformers, in float64."""
     flags = re.search(r"python -m launch.analyze study --input=states (.*)\n", STUDY_PAGE)[1]
     flags = flags.replace("=POLICY", f"={inputs / 'model'}").replace("=study", f"={tmp_path}")
-    done = run("launch.analyze", "study", f"--input={undisturbed}", "--stride=4", *flags.split())
-    assert done.returncode == 0, done.stderr
+    done = succeed(
+        "launch.analyze", "study", f"--input={undisturbed}", "--stride=4", *flags.split()
+    )
     summary = " ".join(done.stdout.split())  # a long path wraps the line
     assert f"{NUM_PROMPTS * N} responses to {NUM_PROMPTS} prompts" in summary
     table = pq.read_table(tmp_path / "responses.parquet").to_pylist()
@@ -209,23 +201,12 @@ def test_a_study_of_the_recorded_states(inputs, undisturbed, tmp_path):
     assert len(prompts) == NUM_PROMPTS and "lidar" in prompts.column_names
 
 
-def test_a_greedy_generation_is_asked_for_in_two_ways(inputs, tmp_path):
-    found = []
-    for number, greedy in enumerate(("--temperature=0", "--config.rollout.temperature=0")):
-        output = tmp_path / str(number)
-        flags = [flag for flag in command(inputs, output) if not re.match("--(n|temp)", flag)]
-        done = run("launch.generate", *flags, "--num_prompts=4", greedy)
-        assert done.returncode == 0, done.stderr
-        found.append(pq.read_table(output / "responses.parquet")["response_ids"].to_pylist())
-    assert found[0] == found[1]
-
-
 def test_mistakes_are_named(inputs, undisturbed, tmp_path):
     def refused(*more, output=tmp_path / "out"):
         return run("launch.generate", *command(inputs, output, *more))
 
     for flags, message in (
-        (["--conversations=correct"], "--conversations=correct needs a verdict"),
+        (["--conversations=correct"], "--conversations=correct needs --verifier"),
         (["--temperature=0"], "gives evaluation.n=2 equal responses"),
         (["--n=0"], "evaluation.n=0 must be"),
         (["--prompts=/nowhere.jsonl"], "--prompts: prompt file '/nowhere.jsonl' does not exist"),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.launch.comparison import assert_same_run
-from tests.launch.conftest import ROOT, run, start
+from tests.launch.conftest import ROOT, start, succeed
 
 CONFIG = ROOT / "tests" / "launch" / "kills_config.py"
 NUM_STEPS = 6
@@ -49,8 +49,9 @@ def environment(mark: str) -> dict[str, str]:
 
 
 def finished(workdir, flags=()) -> pathlib.Path:
-    result = run("launch.train", *arguments(workdir, flags), timeout=600, env=environment("none"))
-    assert result.returncode == 0, result.stderr
+    result = succeed(
+        "launch.train", *arguments(workdir, flags), timeout=600, env=environment("none")
+    )
     rewards = [float(v) for v in re.findall(r"reward ([+-]\d\.\d+)", result.stdout)]
     assert len(set(rewards)) > 1  # the run learns, so that lost work would show
     return workdir
@@ -129,8 +130,7 @@ def run_chain(uninterrupted, workdir, kills, *, seed, flags=(), warm=True) -> No
             f"sealed {sorted(sealed)}"
         )
     started = time.monotonic()
-    result = run("launch.train", *arguments(workdir, flags), timeout=300, env=environment(mark))
-    assert result.returncode == 0, result.stderr
+    result = succeed("launch.train", *arguments(workdir, flags), timeout=300, env=environment(mark))
     resumed = re.findall(r"at step (\d+)", result.stdout) or ["nothing"]
     print(f"then resumed {resumed[0]}, finished in {time.monotonic() - started:.0f} s")
     # The last sealed checkpoint is used: a kill loses only the work after it.

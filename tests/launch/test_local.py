@@ -192,11 +192,6 @@ def test_mistake_of_the_trainer_keeps_its_exit_code(tmp_path: pathlib.Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_help_says_what_the_command_does():
-    result = run("launch.local", "--help")
-    assert result.returncode == 0 and "--processes" in result.stdout
-
-
 def start_two(workdir, *words):
     return subprocess.Popen(
         [sys.executable, "-m", "launch.local", "--processes=2", "--", f"--config={TINY}",

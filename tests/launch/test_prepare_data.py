@@ -272,7 +272,7 @@ def test_wrong_names_and_outputs_of_benchmarks(tmp_path, monkeypatch):
     source = write(tmp_path / "amc24.jsonl", [AMC24])
     assert_refused("is the input; name another file", "amc24", tmp_path, str(source))
     monkeypatch.setattr("semrl_jax.evaluation.benchmark_spec.SOURCE", "http://127.0.0.1:9/{folder}")
-    assert_refused("127.0.0.1:9/amc24 cannot be fetched .* pass the file as", "amc24", tmp_path)
+    assert_refused("127.0.0.1:9/amc24 cannot be fetched .* pass --input=FILE", "amc24", tmp_path)
 
 
 def test_help_needs_neither_jax_nor_the_hub():
@@ -286,15 +286,3 @@ def test_help_needs_neither_jax_nor_the_hub():
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
-
-
-def test_parquet_that_cannot_hold_a_row_is_one_line(tmp_path):
-    source = tmp_path / "source.jsonl"
-    source.write_text(json.dumps({"question": "a", "answer": "#### 1", "x": {}}) + "\n")
-    output = tmp_path / "made.parquet"
-    assert_one_line(prepare("simplelr_qwen_level3to5", output, f"--input={source}"), "all 1 rows")
-    row = SIMPLERL[0] | {"x": {}}
-    source.write_text(json.dumps(row) + "\n")
-    result = prepare("simplelr_qwen_level3to5", output, f"--input={source}")
-    assert_one_line(result, "cannot hold these rows", "try the other format")
-    assert not output.exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import data, models
-from tests.launch.conftest import run
+from tests.launch.conftest import run, succeed
 from tests.launch.test_bad_input import assert_one_line
 
 
@@ -25,8 +25,7 @@ def text(tmp_path):
 @pytest.mark.slow
 def test_the_directory_holds_a_working_model(text, tmp_path):
     output = tmp_path / "model"
-    result = run("launch.random_model", f"--text={text}", f"--output={output}", "--vocab_size=270")
-    assert result.returncode == 0, result.stderr
+    succeed("launch.random_model", f"--text={text}", f"--output={output}", "--vocab_size=270")
     config, tokenizer = models.load_config(output), data.load_tokenizer(output)
     assert config.vocab_size == len(tokenizer) <= 270
     params = models.load_params(output, config)

@@ -10,7 +10,7 @@ import transformers
 
 from semrl_jax import data, models
 from semrl_jax.types import SamplingParams
-from tests.launch.conftest import run
+from tests.launch.conftest import run, succeed
 from tests.rollout.engines import test_vllm
 from tests.rollout.engines.vllm_replica import serving
 
@@ -38,14 +38,13 @@ def test_smollm2_is_evaluated_trained_and_exported(tmp_path, smollm2):
     rows.write_text("".join(json.dumps(row) + "\n" for row in PROBLEMS))
     limits = ["--config.rollout.max_prompt_tokens=64", "--config.rollout.max_response_tokens=16"]
     data = ["--config.data.task=files", f"--config.data.files={rows}"]
-    done = run(
+    done = succeed(
         "launch.train", "--config=configs/default.py", f"--workdir={tmp_path / 'run'}", *limits,
         f"--config.model.path={model}", f"--config.evaluation.files={rows}", *data,
         "--config.metrics.stride=4", "--config.training.num_steps=2",
         "--config.data.prompts_per_step=2", "--config.rollout.group_size=2",
         "--config.training.micro_batch_size=4", "--config.warm_start.num_steps=0", timeout=900,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert "template 'chat', the tokenizer's chat template" in done.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
@@ -54,13 +53,11 @@ def test_smollm2_is_evaluated_trained_and_exported(tmp_path, smollm2):
     assert found[0]["eval/sums/finished_fraction"] == 1.0
     # The engine and the trainer agree on the log-probabilities of real weights, in nats.
     assert max(row.get("rollout/logprob_mismatch/max", 0) for row in found) < 1e-3
-    exported = run("launch.convert", f"--source={tmp_path / 'run'}", f"--target={tmp_path / 'out'}")
-    assert exported.returncode == 0, exported.stderr
-    again = run(
+    succeed("launch.convert", f"--source={tmp_path / 'run'}", f"--target={tmp_path / 'out'}")
+    succeed(
         "launch.generate", f"--policy={tmp_path / 'out'}", f"--prompts={rows}", "--temperature=0",
         f"--output={tmp_path / 'responses'}", *limits, timeout=600,
     )  # fmt: skip
-    assert again.returncode == 0, again.stderr
 
 
 class RealModel(test_vllm.Model):

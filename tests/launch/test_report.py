@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.launch.conftest import ROOT, environment, read_until, run, start
+from tests.launch.conftest import ROOT, environment, read_until, run, start, succeed
 from tests.pages.report.making import make_run
 
 pytestmark = pytest.mark.slow
@@ -24,18 +24,16 @@ def runs(config, tmp_path):
 def test_the_command_writes_reports_and_names_mistakes(runs, config, tmp_path):
     first, second = runs
     empty = make_run(tmp_path / "empty", config, num_steps=0)
-    done = run("launch.report", first)
-    assert done.returncode == 0, done.stderr
+    done = succeed("launch.report", first)
     assert done.stdout == f"done: wrote {first}/report.html and {first}/curves.png\n"
     assert (first / "report.html").stat().st_size > 2**22
-    done = run("launch.report", first, second, f"--output={tmp_path}/both.html",
+    succeed("launch.report", first, second, f"--output={tmp_path}/both.html",
                f"--csv={tmp_path}/rows.csv")  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert '"title":"first, second"' in (tmp_path / "both.html").read_text()
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 25
     for arguments, message in (
         ([], "name the directory of a run"),
-        ([tmp_path / "nothing"], "nothing is not the directory of a run"),
+        ([tmp_path / "nothing"], "nothing is no run; name --workdir"),
         ([empty], "has no log yet"),
         ([first, second], "--output is needed to compare runs"),
         ([first, f"--output={tmp_path}/no/page.html"], "must be a file in a directory that exists"),

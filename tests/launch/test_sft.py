@@ -12,8 +12,8 @@ from configs import default, sft
 from semrl_jax import data, models
 from semrl_jax.runs.sft_run import next_commands
 from tests.cases import slow_after
-from tests.fixtures import read_rows, stable
-from tests.launch.conftest import read_until, run, start
+from tests.fixtures import read_rows, save_chat_model, stable
+from tests.launch.conftest import read_until, run, start, succeed
 from tests.launch.processes import finish, free_port
 from tests.launch.test_bad_input import assert_one_line
 
@@ -36,13 +36,7 @@ def files(tmp_path_factory):
     path = tmp_path_factory.mktemp("sft")
     write_problems(path / "held.jsonl", 5)
     texts = write_problems(path / "train.jsonl", 16).read_text().splitlines()
-    tokenizer = data.train_tokenizer(texts, 280)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=8, max_position_embeddings=256, tie_embeddings=True,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(path / "model", params, config, tokenizer)
+    save_chat_model(path / "model", texts, head_dim=8)
     return path
 
 
@@ -59,8 +53,7 @@ def arguments(files, workdir, *flags):
 @pytest.fixture(scope="module")
 def uninterrupted(files, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "run"
-    result = run(*arguments(files, workdir))
-    assert result.returncode == 0, result.stderr
+    result = succeed(*arguments(files, workdir))
     assert "files: 16 conversations, " in result.stdout and "eval 6  held  loss " in result.stdout
     assert f"step    6/{NUM_STEPS}  loss " in result.stdout and " tokens/s  left " in result.stdout
     assert f"{workdir}/model/, for transformers" in result.stdout
@@ -116,7 +109,7 @@ def test_signals_and_kills_change_nothing(files, uninterrupted, tmp_path):
 @pytest.mark.soak
 @slow
 def test_launch_train_goes_on_from_the_model(files, uninterrupted, tmp_path):
-    result = run(
+    succeed(
         "launch.train", "--config=configs/gsm8k.py", f"--workdir={tmp_path / 'run'}",
         f"--config.model.path={uninterrupted / 'model'}",
         f"--config.data.files={files / 'train.jsonl'}", "--config.data.prompts_per_step=2",
@@ -126,7 +119,6 @@ def test_launch_train_goes_on_from_the_model(files, uninterrupted, tmp_path):
         f"--config.evaluation.files={files / 'held.jsonl'}", "--config.evaluation.every_steps=0",
         "--config.shaping.target=none", "--config.hidden_states.source=none",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
     # A directory of a fine-tuning holds no run of launch.train, and the other way round.
     other = run(*arguments(files, tmp_path / "run"))
     assert_one_line(other, "holds a run with another config")
@@ -162,10 +154,10 @@ def test_two_processes_train_the_same_model(files, uninterrupted, tmp_path):
     slow_after(
         1,
         [
-            (["--config=configs/gsm8k.py"], "there is nothing to train: name files of conversatio"),
+            (["--config=configs/gsm8k.py"], "nothing to train: name sft.files"),
             (
                 ["--config=configs/default.py", "--config.sft.files=chats.jsonl"],
-                "sft.files needs model.path, the mod",
+                "sft.files needs model.path; python",
             ),
         ],
     ),

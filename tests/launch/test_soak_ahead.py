@@ -26,7 +26,7 @@ import pytest
 from semrl_jax.runs.lifecycle import EXIT_PREEMPTED
 from semrl_jax.runs.records import read_rows
 from tests.launch.comparison import assert_same_run
-from tests.launch.conftest import ROOT, environment, run
+from tests.launch.conftest import ROOT, environment, succeed
 from tests.rollout.proxy import Proxy
 
 MINUTES = float(os.environ.get("SEMRL_SOAK_MINUTES", "30"))
@@ -262,8 +262,7 @@ def finish(world: World) -> int:
     world.trainer.kill()
     num_steps = world.rows()[-1]["step"] + MORE_STEPS
     more = f"--config.training.num_steps={num_steps}"
-    result = run("launch.train", *world.arguments(), more, timeout=300)
-    assert result.returncode == 0, (result.stdout, result.stderr)
+    succeed("launch.train", *world.arguments(), more, timeout=300)
     return num_steps
 
 
@@ -326,11 +325,10 @@ def test_random_faults_change_nothing(tmp_path):
     )
     expected = tmp_path / "expected"
     started = time.monotonic()
-    result = run(
+    succeed(
         "launch.train", f"--config={CONFIG}", f"--workdir={expected}",
         f"--config.training.num_steps={num_steps}", timeout=60 * MINUTES + 600,
     )  # fmt: skip
-    assert result.returncode == 0, (result.stdout, result.stderr)
     lost, repeated = count_samples(world.workdir, num_steps)
     show({
         "undisturbed run, s": round(time.monotonic() - started),

@@ -35,13 +35,6 @@ def warmed(uninterrupted, tmp_path) -> pathlib.Path:
     return workdir
 
 
-@pytest.mark.soak
-def test_an_external_replica_samples_the_same(uninterrupted, warmed, replica):
-    result = train(warmed, f"--config.rollout.addresses={replica}")
-    assert result.returncode == 0, result.stderr
-    assert_same_run(warmed, uninterrupted, NUM_STEPS)
-
-
 def test_sigterm_saves_and_the_same_command_continues(uninterrupted, warmed):
     process = start("launch.train", f"--config={TINY}", f"--workdir={warmed}")
     read_until(process, "step    2/6")

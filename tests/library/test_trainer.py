@@ -174,10 +174,7 @@ def test_policy_and_evaluation_of_the_newest_checkpoint(trainer, tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (
-            {"training": {"lr": 1.0}},
-            "training.lr is no field of the config; did you mean training",
-        ),
+        ({"training": {"lr": 1.0}}, "training.lr is no field of the config; did you mean training"),
         ({"trainin": {}, "sed": 1}, "sed is no field of the config; did you mean seed?"),
         ({"training": {"num_steps": "x"}}, "training.num_steps='x' must be of type int, not str"),
         ({"prompts": []}, "prompts has no row"),

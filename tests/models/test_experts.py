@@ -124,9 +124,9 @@ def test_expert_axis_changes_results_only_by_rounding(sizes, rows):
 @pytest.mark.parametrize(
     ("sizes", "change", "message"),
     [
-        ((1, 1, 1, 1, 8), {"num_experts": 12}, r"mesh\.expert=8 must divide .* num_experts=12; "),
+        ((1, 1, 1, 1, 8), {"num_experts": 12}, r"mesh\.expert=8 must divide num_experts=12; "),
         ((1, 1, 1, 2, 1), {"intermediate_size": 5}, r"mesh\.tensor=2 .* width of an expert=5"),
-        ((1, 1, 1, 1, 2), None, r"mesh\.expert=2 splits experts, and the model has none"),
+        ((1, 1, 1, 1, 2), None, r"mesh\.expert splits experts, and the model has none"),
     ],
 )
 def test_a_mesh_that_does_not_split_the_experts_is_refused(sizes, change, message):

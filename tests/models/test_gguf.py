@@ -254,5 +254,5 @@ def test_convert_writes_a_directory(qwen, tmp_path):
     made = models.load_params(tmp_path / "made", models.load_config(tmp_path / "made"))
     jax.tree.map(np.testing.assert_array_equal, made, original)
     refused = subprocess.run([*command[:-1], "--target=other", "--step=3"], **options)
-    assert refused.returncode == 2 and "leave them out" in refused.stderr
+    assert refused.returncode == 2 and "leave out --step" in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1

@@ -95,10 +95,10 @@ def test_activation_is_not_split_over_axes_that_do_not_divide():
 @pytest.mark.parametrize(
     ("sizes", "change", "message"),
     [
-        ((1, 1, 1, 8), {}, r"mesh\.tensor=8 must divide .* num_heads=4; .* 1, 2, 4\."),
-        ((1, 1, 1, 4), {"intermediate_size": 66}, r"intermediate_size=66; .* are 1, 2\."),
-        ((1, 1, 1, 2), {"vocab_size": 37}, r"vocab_size=37; .* are 1\."),
-        ((1, 8, 1, 1), {"hidden_size": 36}, r"mesh\.fsdp=8 must divide .* hidden_size=36"),
+        ((1, 1, 1, 8), {}, r"mesh\.tensor=8 must divide num_heads=4; 1, 2, 4 fit\."),
+        ((1, 1, 1, 4), {"intermediate_size": 66}, r"intermediate_size=66; 1, 2 fit\."),
+        ((1, 1, 1, 2), {"vocab_size": 37}, r"vocab_size=37; 1 fit\."),
+        ((1, 8, 1, 1), {"hidden_size": 36}, r"mesh\.fsdp=8 must divide hidden_size=36"),
     ],
 )
 def test_a_mesh_that_does_not_split_the_model_is_refused(policy, sizes, change, message):

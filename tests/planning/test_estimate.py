@@ -136,11 +136,11 @@ def test_what_does_not_fit_gets_advice(capsys):
 @pytest.mark.parametrize(
     ("topology", "replica_nodes", "fields", "message"),
     [
-        ("h100:4", 0, {}, "nodes x GPUs of each node, as in h100:4x8"),
+        ("h100:4", 0, {}, "nodes x GPUs of each, as h100:4x8"),
         ("b1:4x8", 0, {}, "the GPU one of h100, h200, a100-80, a100-40, l40s"),
         ("h100:2x8", 2, {}, "--replica_nodes=2 must be below the nodes"),
-        ("v5p-8", 1, {}, "--replica_nodes=1 must be below the nodes of a GPU cluster"),
-        ("h100:2x8", 1, {"rollout.vllm_tensor_parallelism": 16}, "at most the 8 GPUs of a node"),
+        ("v5p-8", 1, {}, "--replica_nodes=1 must be below the nodes of --topology"),
+        ("h100:2x8", 1, {"rollout.vllm_tensor_parallelism": 16}, "=16 must be at most 8"),
         ("l40s:1x2", 0, {"model.path": "Qwen/Qwen2.5-7B"}, "takes 113 GiB; it fits into l40s:2x2"),
         ("h100:1x8", 0, {"training.micro_batch_size": 12}, "a multiple of the 8 data shards"),
     ],

@@ -267,7 +267,7 @@ def test_workers_that_never_start_fail_the_pool():
 
 def test_bad_limits_are_the_users_error():
     for value in (float("nan"), 1e39, 1.1e9):
-        with pytest.raises(UserError, match=r"rewards\.failure_score=.* number from -1e\+09 to"):
+        with pytest.raises(UserError, match=r"rewards\.failure_score=.* must be in \[-1e\+09"):
             VerifierPool(failure_score=value)
     for settings, message in [
         ({"num_workers": 0}, r"rewards\.num_workers=0 must be above 0"),

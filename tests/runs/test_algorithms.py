@@ -172,7 +172,7 @@ def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
     with pytest.raises(UserError, match="began with other critic"):
         train(config, str(tmp_path / "run"))
     config.algorithms.name, config.algorithms.advantage.gae_lambda = "reinforce_plus_plus", 1.0
-    with pytest.raises(UserError, match=r"critic.path=.*'reinforce_plus_plus' has no critic"):
+    with pytest.raises(UserError, match=r"critic.path is not read with .*'reinforce_plus_plus'"):
         train(config, str(tmp_path / "other"))
     data.train_tokenizer(["a b"], 270).save_pretrained(directory)
     config.algorithms.name = "ppo"

@@ -37,7 +37,7 @@ from semrl_jax.training.train_state import (
     init_state,
     init_trained,
 )
-from tests.cases import slow_after
+from tests.cases import refused, slow_after
 from tests.training.recorded import record
 
 MESH = {"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
@@ -131,8 +131,7 @@ def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp
     assert_same(restored, at_step(whole, 1))
     for leaf, like in zip(jax.tree.leaves(restored.critic), jax.tree.leaves(other.critic)):
         assert leaf.sharding == like.sharding
-    with pytest.raises(UserError, match=r"algorithm/kl_coefficient is float32.* there and missing"):
-        restore(tmp_path, state)
+    refused(r"algorithm/kl_coefficient is float32.* there and missing", restore, tmp_path, state)
 
 
 def test_the_newest_checkpoint_is_restored_exactly_on_another_mesh(saved, state):
@@ -250,19 +249,6 @@ def test_a_flipped_bit_at_any_offset_is_found(saved, state, num_flips):
     assert int(restore(saved, state)[0].step) == 2
 
 
-@pytest.mark.slow
-def test_every_flipped_bit_of_a_small_file_is_found(saved):
-    file = saved / "2" / "meta" / "metadata"
-    content = file.read_bytes()
-    for bit in range(8 * len(content)):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(flipped)
-        assert str(file) in checkpoint_problem(saved / "2")
-    file.write_bytes(content)
-    assert checkpoint_problem(saved / "2") == ""
-
-
 @pytest.mark.parametrize(
     "content", slow_after(2, [None, "{}", "", "[]", "null", "{", '{"a": 1}', "\0", "[" * 100_000])
 )
@@ -373,29 +359,20 @@ def test_metadata_with_missing_or_wrong_fields_is_a_problem(saved, fields):
             assert str(saved / "2" / "meta" / "metadata") in checkpoint_problem(saved / "2")
 
 
-def test_deeply_nested_metadata_counts_as_damage(saved, state):
-    (saved / "2" / "meta" / "metadata").write_text("[" * 100_000)
-    write_manifest(saved / "2")
-    assert_previous_used(saved, state, "meta/metadata has no format_version")
-
-
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"tree_metadata": 3}'])
 def test_a_valid_checkpoint_that_orbax_cannot_read_is_named_and_kept(saved, state, content):
     """Its manifest matches, so it is not damaged. If it were skipped, it would be removed later."""
     (saved / "2" / "state" / "_METADATA").write_text(content)
     write_manifest(saved / "2")
-    with pytest.raises(UserError, match=r"checkpoints/2 matches its manifest, but cannot be read"):
-        restore(saved, state)
+    refused(r"checkpoints/2 matches its manifest, but cannot be read", restore, saved, state)
 
 
 def test_a_valid_checkpoint_that_tensorstore_cannot_read_is_named(saved, state):
     for file in (saved / "2" / "state").rglob("d/*"):
         file.write_bytes(b"x" * file.stat().st_size)
     write_manifest(saved / "2")
-    with pytest.raises(UserError, match=r"checkpoints/2 matches its manifest, but cannot be read"):
-        restore(saved, state)
-    with pytest.raises(UserError, match="cannot be read"):
-        restore_params(saved / "2", jax.eval_shape(lambda: state.params))
+    refused(r"checkpoints/2 matches its manifest, but cannot be read", restore, saved, state)
+    refused("cannot be read", restore_params, saved / "2", jax.eval_shape(lambda: state.params))
 
 
 def test_a_manifest_is_not_written_through_a_link(saved):
@@ -418,8 +395,7 @@ def test_a_dangling_link_with_the_name_of_a_checkpoint_is_replaced(saved, state)
 
 def test_a_newer_format_is_refused(saved, state):
     rewrite_meta(saved / "2", format_version=FORMAT_VERSION + 1)
-    with pytest.raises(UserError, match=rf"format_version={FORMAT_VERSION + 1}.*update"):
-        restore(saved, state)
+    refused(rf"format_version={FORMAT_VERSION + 1}.*update", restore, saved, state)
 
 
 def test_a_checkpoint_needs_the_manifest_of_every_process(saved, state):
@@ -432,8 +408,7 @@ def test_a_checkpoint_needs_the_manifest_of_every_process(saved, state):
 
 def test_a_checkpoint_of_another_architecture_is_a_user_error(saved):
     expected = r"params/embed/embedding is float32\[24, 16\] there and float32\[24, 32\] here"
-    with pytest.raises(UserError, match=expected):
-        restore(saved, make_state(MESH, hidden_size=32))
+    refused(expected, restore, saved, make_state(MESH, hidden_size=32))
 
 
 def test_a_checkpoint_with_other_names_is_a_user_error(saved, state):
@@ -477,8 +452,7 @@ def test_parameters_are_restored_from_both_kinds_of_checkpoints(saved, state, tm
     assert checkpoint_problem(tmp_path / "0") == ""
     jax.tree.map(np.testing.assert_array_equal, restore_params(tmp_path / "0", like), expected)
     other = make_state(MESH, hidden_size=32).params
-    with pytest.raises(UserError, match="params/embed/embedding"):
-        restore_params(tmp_path / "0", other)
+    refused("params/embed/embedding", restore_params, tmp_path / "0", other)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from semrl_jax.runs.config_checks import check_sections, remarks
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 
 @pytest.mark.parametrize("module", [default, quickstart, quickstart_ppo])
@@ -47,15 +48,13 @@ def test_parts_of_a_batch_that_fit_stay_as_they_are():
     config.training.prompts_per_minibatch = 5
     for prompts, choice in ((48, "4 or 6"), (7, "1 or 7"), (3, "3")):
         config.data.prompts_per_step = prompts
-        with pytest.raises(UserError, match=rf"={prompts}; set it to {choice}, or change data.pro"):
-            validate(config)
+        refused(rf"={prompts}; set it to {choice}, or change data.pro", validate, config)
 
 
 def test_a_warm_up_of_the_critic_leaves_steps_for_the_policy():
     config = quickstart_ppo.get_config()
     config.critic.warmup_steps = config.training.num_steps
-    with pytest.raises(UserError, match=r"critic.warmup_steps=40 must be below training.num_steps"):
-        validate(config)
+    refused(r"critic.warmup_steps=40 must be below training.num_steps", validate, config)
 
 
 def test_evaluation_settings_follow_data_until_they_are_set():
@@ -73,83 +72,48 @@ def test_evaluation_settings_follow_data_until_they_are_set():
     [
         ("training.responses_per_step", 7, "training.responses_per_step=7 is derived"),
         ("training.prompts_per_minibatch", 5, "prompts_per_minibatch=5 must divide"),
-        ("training.micro_batch_size", 0, "training.micro_batch_size=0 must be above 0"),
-        ("training.micro_batch_tokens", 71, "micro_batch_tokens=71 must be at least the 72"),
-        ("training.micro_batch_tokens", -1, "micro_batch_tokens=-1 must be at least 0"),
-        ("training.pack_sequences", True, "which is 0; set it to 72 or more"),
-        ("training.learning_rate", 0.0, r"training.learning_rate=0.0 must be above 0"),
+        ("training.micro_batch_tokens", 71, "micro_batch_tokens=71 must be at least 72"),
+        ("training.pack_sequences", True, "pack_sequences=True needs .* of 72 or more"),
         ("training.num_steps", 2**31, r"training.num_steps=2147483648 must be below 2\^31"),
         ("training.grace_s", 1e300, r"training.grace_s=1e\+300 must be below 2\^31"),
         ("seed", 2**63, r"seed=9223372036854775808 must be below 2\^63"),
-        ("training.num_steps", -1, r"training.num_steps=-1 must be at least 0"),
         ("profile.steps", "3", r"profile.steps='3' must be FIRST:END, as 3:6 for"),
         ("profile.steps", "-1:2", r"profile.steps='-1:2' must be FIRST:END"),
-        ("profile.steps", "3:3", r"profile.steps='3:3' has no step, .*; 3:4 is step 3"),
-        ("profile.steps", "28:31", r"steps='28:31' must end at training.num_steps=30 at the"),
+        ("profile.steps", "3:3", r"profile.steps='3:3' has no step; 3:4 is one"),
+        ("profile.steps", "28:31", r"steps='28:31' must end at training.num_steps at the"),
         ("rollout.group_size", 1, r"rollout.group_size=1 must be at least 2"),
-        ("rollout.jax_processes", -1, "rollout.jax_processes=-1 must be at least 0"),
-        ("rollout.jax_process_cores", 1, "is of child processes, and rollout.jax_processes=0"),
-        ("rollout.max_staleness", -1, r"rollout.max_staleness=-1 must be at least 0"),
+        ("rollout.jax_process_cores", 1, "is for rollout.jax_processes; set both"),
         ("rollout.max_staleness", 30, r"max_staleness=30 must be below training.num_steps=30"),
-        ("algorithms.importance.level_ahead", "step", "importance.level_ahead='step' must be one"),
-        ("rollout.temperature", 0.0, "leaves no advantage"),
-        ("rollout.stop_strings", ("a", ""), "has '' of 0 characters; each has 1 to 128"),
-        ("rollout.stop_strings", ("a" * 129,), "of 129 characters; each has 1 to 128"),
+        ("rollout.temperature", 0.0, "samples equal responses, without advantage"),
+        ("rollout.stop_strings", ("a", ""), "has ''; each text has 1 to 128"),
+        ("rollout.stop_strings", ("a" * 129,), "aaa; each text has 1 to 128"),
         ("rollout.stop_strings", ("a", "a"), "rollout.stop_strings has 'a' twice; keep one"),
         ("rollout.stop_strings", ("\ufffd",), "which is not valid Unicode text"),
         ("rollout.stop_strings", ("\udc80",), "which is not valid Unicode text"),
-        ("evaluation.stop_strings", (7,), "evaluation.stop_strings has 7; it may have texts"),
-        (
-            "evaluation.stop_strings",
-            tuple(map(str, range(65))),
-            "number of evaluation.stop_strings=65 must be at most 64",
-        ),
+        ("evaluation.stop_strings", tuple(map(str, range(65))), "number of evaluation.stop_string"),
         ("rollout.stop_words", ("verl:gpt",), "has 'verl:gpt'; the presets are verl:llama, "),
-        ("rollout.top_p", 0.0, r"rollout.top_p=0.0 must be in \(0, 1\]"),
         ("data.num_prompts", 8, r"data.num_prompts=8 must be at least"),
-        ("data.task", "chess", "data.task='chess' must be one of"),
         ("metrics.stride", 40, "leaves 1 prefix.* which needs 3; set a stride of at most 18"),
-        ("metrics.device_batch", -1, "metrics.device_batch=-1 must be at least 0"),
-        ("metrics.stride", 0, r"metrics.stride=0 must be above 0"),
-        ("metrics.window", "last", "metrics.window='last' must be one of"),
-        ("metrics.method", "qr", "metrics.method='qr' must be one of"),
         ("metrics.names", ("rank",), "metrics.names has 'rank'"),
-        ("metrics.names", ("curvature",), "does not measure"),
-        ("metrics.placement", "engine", "metrics.placement='engine' must be one of"),
-        ("hidden_states.source", "none", "measures no hidden states, but the shaping uses"),
-        ("hidden_states.source", "disk", "hidden_states.source='disk' must be one of"),
+        ("metrics.names", ("curvature",), "add it to metrics.names"),
+        ("hidden_states.source", "none", "hidden_states.source='none', but the shaping uses"),
         ("shaping.kappa", 1.0, "shaping.kappa=1.0"),
         ("shaping.alpha", 0.0, "shaping.alpha=0.0"),
         ("shaping.explore_weights", (1.0,), "explore_weights"),
         ("shaping.guidance", "luck", "luck"),
         ("shaping.guidance", "avg_response_entropy", "'avg_response_entropy', which is unknown"),
-        ("shaping.guidance", "layer_3/effective_rank", "does not have its layer; add it there"),
+        ("shaping.guidance", "layer_3/effective_rank", "add it to metrics.layers"),
         ("metrics.names", ("mine.effective_rank", "effective_rank"), "'effective_rank' twice"),
         ("metrics.layers", (0,), "metrics.layers=.0,. must have -1, the final layer"),
         ("metrics.layers", (), "must have -1, the final layer"),
         ("metrics.layers", (-1, -2), "must have -1, the final layer"),
         ("metrics.layers", (-1, 0, 0), "each once"),
-        ("metrics.layers", ("-1",), "metrics.layers has '-1'; it may have whole numbers"),
-        ("evaluation.scores", (1,), "evaluation.scores has 1; it may have texts"),
-        ("evaluation.benchmarks", (1,), "evaluation.benchmarks has 1; it may have texts"),
-        ("rollout.addresses", ("127.0.0.1",), "='127.0.0.1' must be host:port with a port"),
-        ("rollout.addresses", ("localhost:88993",), "='localhost:88993' must be host:port with"),
-        ("rollout.groups_per_call", -1, "rollout.groups_per_call=-1 must be at least 0"),
-        ("rollout.sync_wait_s", 0.0, "rollout.sync_wait_s=0.0 must be above 0"),
-        ("algorithms.importance.level", "step", "importance.level='step' must be one of"),
+        ("rollout.addresses", ("127.0.0.1",), "='127.0.0.1' must be host:port"),
+        ("rollout.addresses", ("localhost:88993",), "='localhost:88993' must be host:port"),
         ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),
-        ("algorithms.batch_rules.max_sampling_rounds", -1, "rounds=-1 must be at least 0"),
-        ("algorithms.batch_rules.max_sampling_rounds", 1001, "rounds=1001 must be at most 1000"),
-        ("algorithms.batch_rules.keep_groups_by", "acc", "keep_groups_by='acc' must be one of"),
-        ("algorithms.aggregation", "sum", "algorithms.aggregation='sum' must be one of"),
-        ("algorithms.loss.clip_epsilon", 1.5, "clip_epsilon=1.5 must be in"),
-        ("algorithms.loss.kl_estimator", "full", "kl_estimator='full' must be one of"),
-        ("model.compute_dtype", "float16", "model.compute_dtype='float16' must be one of"),
         ("model.num_heads", 3, "must divide model.hidden_size=128"),
-        ("rewards.mode", "loud", "rewards.mode='loud' must be one of"),
         ("rewards.functions", ("maths",), "='maths' must be .* it, 'model', or .* math_text,"),
         ("rewards.functions", ("",), "rewards.functions='' must be 'package.module:name'"),
-        ("rewards.functions", (1,), "rewards.functions has 1; it may have texts"),
         ("rewards.functions", ("math:weight=0",), "weight='0' must be a number other than 0"),
         ("rewards.functions", ("math:weight=nan",), "weight='nan' must be a number other than"),
         ("rewards.functions", ("math:weight=x",), "math:weight=x': weight='x' must be a number"),
@@ -160,34 +124,17 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("rewards.functions", ("math", "a.b:math"), "a.b:math': another entry is named 'math' too"),
         ("rewards.functions", ("model",), "has 'model', but rewards.model.path is empty"),
         ("rewards.functions", ("model", "model:name=b"), "another entry is 'model' too; there is"),
-        ("rewards.model.path", "judge", "path='judge' has no effect without an entry 'model' in"),
-        ("rewards.model.dtype", "float16", "rewards.model.dtype='float16' must be one of"),
+        ("rewards.model.path", "judge", "path='judge' needs an entry 'model' in rewards.functions"),
         ("warm_start.micro_batch_size", 7, "warm_start.micro_batch_size=7 must divide"),
-        ("warm_start.forget_probability", 1.5, r"must be in \[0, 1\]"),
-        ("sft.row_format", "chat", "sft.row_format='chat' must be one of"),
-        ("sft.too_long", "cut", "sft.too_long='cut' must be one of"),
-        ("sft.schedule", "step", "sft.schedule='step' must be one of"),
-        ("sft.files", (1,), "sft.files has 1; it may have texts"),
-        ("sft.learning_rate", 0.0, "sft.learning_rate=0.0 must be above 0"),
-        ("sft.num_epochs", 0, "sft.num_epochs=0 must be above 0"),
-        ("sft.adam_b2", 1.0, r"sft.adam_b2=1.0 must be in \[0, 1\)"),
-        ("sft.warmup_fraction", 2.0, r"sft.warmup_fraction=2.0 must be in \[0, 1\]"),
         ("sft.max_tokens", 1, "sft.max_tokens=1 must be at least 2"),
         ("sft.batch_tokens", 100, "sft.batch_tokens=100 must be at least sft.max_tokens=2048"),
-        ("sft.micro_batch_tokens", 0, "sft.pack_sequences=True packs rows of sft.micro_batch"),
+        ("sft.micro_batch_tokens", 0, "sft.pack_sequences=True needs sft.micro_batch_tokens"),
         ("algorithms.loss.entropy_coefficient", -1.0, "entropy_coefficient=-1.0 must be at least"),
         ("algorithms.loss.kl_coefficient", float("nan"), "kl_coefficient=nan must be a finite"),
-        ("algorithms.advantage.epsilon", 0.0, "epsilon=0.0 must be above 0"),
-        ("training.adam_b2", 1.5, r"adam_b2=1.5 must be in \[0, 1\)"),
-        ("rollout.temperature", 1e-30, "must be at least 0.01"),
-        ("rewards.num_workers", 100_000, r"rewards.num_workers=100000 must be at most 1024"),
+        ("rollout.temperature", 1e-30, "must be 0 or at least 0.01"),
         ("evaluation.num_problems", 2000, r"evaluation.num_problems=2000 must be at most 512"),
-        ("rollout.max_prompt_tokens", 11, "must be at least the 12 tokens"),
+        ("rollout.max_prompt_tokens", 11, "rollout.max_prompt_tokens must be at least 12"),
         ("seed", 2**40, "seed=1099511627776 must be at most"),
-        ("checkpoints.keep", 0, r"checkpoints.keep=0 must be above 0"),
-        ("distributed.connect_timeout_s", 0.0, r"connect_timeout_s=0.0 must be above 0"),
-        ("distributed.heartbeat_timeout_s", -1.0, r"heartbeat_timeout_s=-1.0 must be above 0"),
-        ("distributed.phase_timeout_s", 0.0, r"phase_timeout_s=0.0 must be above 0"),
     ],
 )
 def test_a_contradiction_is_named(field, value, message):
@@ -228,8 +175,7 @@ def test_rewards_are_named_in_one_field():
     config.rewards.functions = ("model:weight=2",)  # the function only judges correctness
     validate(config)
     config.rewards.functions = ("model", "math")
-    with pytest.raises(UserError, match=r"'math_text' and rewards.functions=.* are both set"):
-        validate(config)
+    refused("rewards.function and rewards.functions are both set", validate, config)
 
 
 def test_a_stride_needs_to_allow_only_the_orders_in_use():
@@ -241,8 +187,7 @@ def test_a_stride_needs_to_allow_only_the_orders_in_use():
     config.metrics.stride = limit // 2
     validate(config)
     config.metrics.stride = limit // 2 + 1
-    with pytest.raises(UserError, match=r"leaves 1 prefix.*velocity"):
-        validate(config)
+    refused(r"leaves 1 prefix.*velocity", validate, config)
     config.shaping.indicators = ("effective_rank",)
     validate(config)
 
@@ -268,14 +213,12 @@ def test_the_stride_limit_depends_on_the_window_rule(window, limit, stride, larg
     config.rollout.max_response_tokens = limit
     config.metrics.window = window
     config.metrics.stride = stride
-    with pytest.raises(UserError, match=f"set a stride of at most {largest}\\."):
-        validate(config)
+    refused(f"set a stride of at most {largest}\\.", validate, config)
     config.metrics.stride = largest
     validate(config)
     config.metrics.stride, config.rollout.max_response_tokens = 1, 2
     config.rollout.max_prompt_tokens = 12
-    with pytest.raises(UserError, match="raise that limit"):
-        validate(config)
+    refused("raise that limit", validate, config)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +235,7 @@ def test_metrics_that_a_replica_cannot_measure_are_refused(field, value, message
     validate(config)
     config.shaping.target = "none"
     config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=message):
-        validate(config)
+    refused(message, validate, config)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +246,7 @@ def test_other_layers_need_hidden_states_from_the_replica(field, value):
     config.metrics.layers = (-1, 0)
     validate(config)
     config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=rf"has 0, but {field}='{value}' has the final layer only"):
-        validate(config)
+    refused(rf"has 0, but {field}='{value}' has the final layer only", validate, config)
 
 
 OF_SPREAD = """
@@ -321,14 +262,12 @@ def test_a_metric_of_a_users_module_is_imported_when_the_config_is_checked(tmp_p
     config = quickstart.get_config()
     config.metrics.names = ("effective_rank", "my_package.spread")
     config.shaping.guidance = "spread_velocity"
-    with pytest.raises(UserError, match=r"'my_package.spread' cannot be imported .ModuleNotFound"):
-        validate(config)
+    refused(r"'my_package.spread' cannot be imported .ModuleNotFound", validate, config)
     (tmp_path / "my_package" / "spread.py").write_text(OF_SPREAD)
     importlib.invalidate_caches()
     validate(config)
     config.metrics.placement = "rollout"
-    with pytest.raises(UserError, match=r"'my_package.spread', but with metrics.placement="):
-        validate(config)
+    refused(r"'my_package.spread', but with metrics.placement=", validate, config)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -341,17 +280,7 @@ def test_importance_weights_need_the_whole_vocabulary(level):
         config.rollout[field] = value
         validate(config)
         config.algorithms.importance.level = level
-        with pytest.raises(UserError, match=rf"level='{level}'.* rollout.{field}={value} samples"):
-            validate(config)
-
-
-def test_indicators_of_the_tokens_need_no_hidden_states():
-    config = quickstart.get_config()
-    config.shaping.indicators = ("avg_log_probs",)
-    config.shaping.explore_weights = config.shaping.exploit_weights = (1.0,)
-    config.shaping.guidance = "avg_logits_entropy"
-    config.hidden_states.source = "none"
-    validate(config)
+        refused(rf"level='{level}'.* rollout.{field}={value} samples", validate, config)
 
 
 def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):
@@ -359,8 +288,7 @@ def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):
     config = quickstart.get_config()
     validate(config)
     config.training.rate = 0.5
-    with pytest.raises(UserError, match=r"training\.rate is now training\.learning_rate"):
-        validate(config)
+    refused(r"training\.rate is now training\.learning_rate", validate, config)
     record = tmp_path / "config.json"  # of a run of an earlier release
     record.write_text(json.dumps({"config": {"training": {"rate": 0.5}}}))
     assert recorded.get_config(str(record)).training.learning_rate == 0.5
@@ -378,7 +306,7 @@ def test_rows_of_fine_tuning_follow_the_longest_conversation():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("hidden_states.compare_every", 2, "compares states of the same weights, but with rollout"),
+        ("hidden_states.compare_every", 2, "compares states of the same weights, and with rollout"),
         ("rollout.top_p", 0.9, r"importance.level_ahead='token' compares .* or level_ahead to"),
         ("rollout.top_k", 3, r"importance.level_ahead='token' compares .* or level_ahead to"),
     ],
@@ -396,10 +324,10 @@ def test_what_contradicts_sampling_ahead_is_named(field, value, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("rollout.max_staleness", 1, "max_staleness=1 the next weights come after the batch"),
-        ("rollout.max_staleness", 0, "max_staleness=0 the next weights come after the batch"),
+        ("rollout.max_staleness", 1, "with 1 the next weights come after the batch"),
+        ("rollout.max_staleness", 0, "with 0 the next weights come after the batch"),
         ("rollout.max_response_tokens", 2, "3 parts, which must be at most rollout.max_response"),
-        ("algorithms.batch_rules.max_sampling_rounds", 2, "the prompts of the batch before"),
+        ("algorithms.batch_rules.max_sampling_rounds", 2, "before earlier prompts are known"),
         ("metrics.placement", "rollout", "measures each part alone; set metrics.placement="),
     ],
 )
@@ -416,16 +344,15 @@ def test_what_contradicts_responses_in_parts_is_named(field, value, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("rollout.engine", "vllm", "but rollout.engine='vllm' names others"),
-        ("rollout.addresses", ("127.0.0.1:1",), "but rollout.addresses names others"),
+        ("rollout.engine", "vllm", "and rollout.engine='vllm' both name replicas"),
+        ("rollout.addresses", ("127.0.0.1:1",), "and rollout.addresses both name replicas"),
     ],
 )
 def test_child_processes_are_of_the_jax_engine(field, value, message):
     config = quickstart_async.get_config()
     validate(config)
     config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=message):
-        validate(config)
+    refused(message, validate, config)
 
 
 @pytest.mark.parametrize(
@@ -477,14 +404,12 @@ def test_what_does_not_go_with_an_environment_is_refused(config, changes, messag
     config.environment.name = "calculator"
     validate(config)
     config.update_from_flattened_dict(changes)
-    with pytest.raises(UserError, match=message):
-        validate(config)
+    refused(message, validate, config)
 
 
 def test_remarks_are_printed_once_also_if_quiet(config, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("semrl_jax.runs.setup.remarks", lambda config: ["warning: a remark"])
     config.data.update(task="files", files=("nowhere.jsonl",))  # ends the run soon after
     config.model.path = str(tmp_path / "none")
-    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
-        train(config, str(tmp_path / "run"), quiet=True)
+    refused(r"nowhere\.jsonl", train, config, str(tmp_path / "run"), quiet=True)
     assert capsys.readouterr().out.count("warning: a remark") == 1

@@ -43,11 +43,7 @@ def test_the_phase_timeout_must_exceed_the_call_timeout():
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        (
-            "importlib.metadata.version",
-            lambda name: "1.0",
-            "version of latex2sympy2_extended='1.0'",
-        ),
+        ("importlib.metadata.version", lambda name: "1.0", "version of sympy='1.0'"),
         ("platform.python_version", lambda: "3.0.0", "version of Python='3.0.0'"),
         ("code_hash", lambda: "f00", "code='f00'"),
         ("jax.local_device_count", lambda: 77, "devices='77 cpu'"),

@@ -33,7 +33,7 @@ def test_a_directory_is_looked_at_without_a_change(config, tmp_path):
     path = tmp_path / "run"
     assert not check_workdir(str(path), config, {}) and not path.exists()
     workdir = open_workdir(str(path), config)
-    with pytest.raises(UserError, match="still running"):
+    with pytest.raises(UserError, match="still runs"):
         check_workdir(str(path), config, {})
     workdir.check_inputs({"data": "a"})
     workdir.close()

@@ -80,7 +80,7 @@ def test_a_run_with_an_environment(config, model, tmp_path, capsys, monkeypatch)
 
 def test_self_play_needs_credit_by_turn(config, tmp_path):
     config.environment.name = "tests.environments.users:BothSides"
-    with pytest.raises(UserError, match="credit=turn, or an opponent"):
+    with pytest.raises(UserError, match=r"is self-play; set algorithms.advantage.credit=turn"):
         train(config, str(tmp_path / "run"))
 
 

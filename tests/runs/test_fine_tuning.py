@@ -46,10 +46,7 @@ def config(model, tmp_path):
             {"sft.pack_sequences": False, "sft.micro_batch_tokens": 0, "sft.micro_batch_size": 3},
             "sft.micro_batch_size=3 must be a multiple of the 8 data shards",
         ),
-        (
-            {"sft.micro_batch_tokens": 129, "mesh.sequence": 2},
-            "must be a multiple of mesh.sequence",
-        ),
+        ({"sft.micro_batch_tokens": 129, "mesh.sequence": 2}, "must be a multiple of mesh.sequenc"),
         ({"model.path": "/nowhere"}, "model directory '/nowhere' does not exist"),
     ],
 )

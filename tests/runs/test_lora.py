@@ -125,7 +125,7 @@ def test_commands_read_runs_and_adapters(finished, tmp_path, capsys):
         source.check(policy)
         params = source.params(policy, models.make_mesh(config.mesh.to_dict()))
         assert modules_with_adapters(params["layers"])
-    with pytest.raises(UserError, match="is an adapter: leave them"):
+    with pytest.raises(UserError, match="is an adapter: leave out"):
         convert(tmp_path / "adapter", tmp_path / "no", step=3)
     plain = tmp_path / "plain"
     convert(tmp_path / "merged", plain)
@@ -182,12 +182,9 @@ def test_every_algorithm(name, tmp_path, rewarded, monkeypatch):
 
 def test_mistakes_of_settings(tmp_path):
     for fields, message in (
-        ({"lora.rank": -1}, "lora.rank=-1 must be at least 0"),
-        ({"lora.alpha": 0.0}, "lora.alpha=0.0 must be above 0"),
-        ({"lora.base_dtype": "int8"}, "lora.base_dtype='int8' must be one of"),
         ({"lora.targets": ()}, r"lora.targets=\(\) names no module"),
         ({"lora.rank": 0, "lora.path": "a"}, "lora.path='a' is not read with lora.rank=0"),
-        ({"lora.path": "a"}, "lora.path='a' needs model.path"),
+        ({"lora.path": "a"}, "lora.path='a' needs its base"),
         ({"model.reference_dtype": "bfloat16"}, "model.reference_dtype='bfloat16' is not read"),
     ):
         with pytest.raises(UserError, match=message):
@@ -213,12 +210,9 @@ def test_an_adapter_must_fit_the_settings(tmp_path):
     )
     base = {"model.path": str(tmp_path / "base"), "lora.path": str(tmp_path / "adapter")}
     for fields, message in (
-        (
-            {},
-            r"lora\.targets: the settings give \('q_proj', 'k_pr.* has \('q_proj', 'up_proj'\)",
-        ),
-        ({"lora.rank": 8}, r"lora\.rank: the settings give 8, but .* has 4; set lora.rank to that"),
-        ({"lora.alpha": 4.0}, r"lora\.alpha: the settings give 4\.0, but .* has 8\.0"),
+        ({}, r"lora\.targets=\('q_proj', 'k_pr.* has \('q_proj', 'up_proj'\)"),
+        ({"lora.rank": 8}, r"lora\.rank=8, but .* has 4; set that"),
+        ({"lora.alpha": 4.0}, r"lora\.alpha=4\.0, but .* has 8\.0"),
         ({"lora.path": str(tmp_path)}, r"lora\.path: .* is no adapter"),
     ):
         with pytest.raises(UserError, match=message):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from semrl_jax.runs import train
-from semrl_jax.runs.profiling import profiled
+from semrl_jax.runs.lifecycle import profiled
 from semrl_jax.support.clock import Clock
 from tests.tiny import tiny_config
 

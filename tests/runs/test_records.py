@@ -25,7 +25,6 @@ from semrl_jax.sampling.batch_scalars import (
     batch_scalars,
 )
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.support.console import summary_line
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows
 from semrl_jax.training.probes.mismatch import logprob_mismatch, state_differences
@@ -318,15 +317,10 @@ def test_padding_matches_values_written_by_hand():
     assert [bucket(n, 100) for n in (1, 16, 17, 64, 65, 100)] == [16, 16, 32, 64, 100, 100]
 
 
-def test_summary_line_leaves_out_what_is_missing():
-    line = summary_line(3, 10, {"reward/correct": 0.5, "time/step_s": 1.25}, None)
-    assert line == "step    3/10  correct 50.0%  1.2 s"
-
-
 def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
     first = open_workdir(str(tmp_path / "run"), config)
     assert not first.resumed
-    with pytest.raises(UserError, match="belongs to a run that is still running"):
+    with pytest.raises(UserError, match="belongs to a run that still runs"):
         open_workdir(str(tmp_path / "run"), config)
     first.close()
     config.training.num_steps = 7

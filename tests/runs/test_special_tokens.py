@@ -4,12 +4,11 @@ import json
 import pathlib
 import types
 
-import jax
 import pyarrow.parquet as pq
 import pytest
 
 from configs import default
-from semrl_jax import data, models
+from semrl_jax import data
 from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.jobs import chat, evaluate, generate
 from semrl_jax.models.of_config import build_policy
@@ -20,6 +19,7 @@ from semrl_jax.runs.workdir import check_workdir, open_workdir
 from semrl_jax.sampling.prompt_sources import check_prompts, prompts_of_files, training_prompts
 from semrl_jax.support.errors import UserError
 from tests.data.test_encoding import make_tokenizer, write
+from tests.fixtures import save_model
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
@@ -34,12 +34,7 @@ def model(tmp_path_factory):
     """A Hugging Face directory with a random Llama whose tokenizer adds <s>."""
     directory = tmp_path_factory.mktemp("models") / "llama"
     tokenizer = make_tokenizer(tmp_path_factory.mktemp("tokenizers"))
-    config = models.DecoderConfig(
-        model_type="llama", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16,
-        num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_position_embeddings=128,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(directory, params, config, tokenizer)
+    save_model(directory, tokenizer, model_type="llama", max_position_embeddings=128)
     return directory
 
 

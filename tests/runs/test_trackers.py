@@ -73,7 +73,7 @@ def test_a_missing_package_is_named(config, monkeypatch, tmp_path):
     check_trackers(config.logging)
     config.logging.wandb = "mine"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"logging\.wandb='mine' needs .* pip install wandb; or"):
+    with pytest.raises(UserError, match=r"logging\.wandb='mine' needs: pip install wandb; or"):
         check_trackers(config.logging)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)  # a directory that wandb leaves is no package

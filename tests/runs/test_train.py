@@ -98,7 +98,7 @@ def test_a_run_writes_all_files_that_tools_read(warm_run):
     before = (workdir / "metrics.jsonl").read_bytes()
     config = warm_config()
     config.training.num_steps = 2
-    with pytest.raises(UserError, match="num_steps=2 is less than the 3 steps"):
+    with pytest.raises(UserError, match="num_steps=2 is less than the 3 finished"):
         train(config, str(workdir))
     assert (workdir / "metrics.jsonl").read_bytes() == before
     assert (workdir / "config.json").exists()
@@ -144,7 +144,7 @@ def test_the_model_is_written_at_the_end(warm_run):
 def test_a_run_may_start_from_a_checkpoint_of_another(warm_run, tmp_path, pair):
     config = warm_config()
     config.model.path = str(warm_run / "checkpoints" / "2")
-    with pytest.raises(UserError, match=r"one process alone can start from; make a model"):
+    with pytest.raises(UserError, match="from which one process can start"):
         with_own_model(config, tmp_path, pair[0], Reporter())
     start = tmp_path / "start"
     assert with_own_model(config, tmp_path, Peers(), Reporter()).model.path == str(start)
@@ -264,15 +264,6 @@ def test_only_a_user_mistake_in_the_first_step_removes_the_run(
         train(config, str(tmp_path / "run"))
     assert (tmp_path / "run" / "config.json").exists() is is_kept
     assert (tmp_path / "run").exists() is is_kept
-
-
-@pytest.mark.slow
-def test_plain_grpo_may_measure_metrics_that_shaping_cannot_use(config, tmp_path):
-    config.metrics.names = ("curvature",)
-    config.shaping.target = "none"
-    config.training.num_steps = 1
-    assert train(config, str(tmp_path / "run")) == 0
-    assert "metrics/curvature/mean" in read_rows(tmp_path / "run")[0]
 
 
 @pytest.mark.slow

@@ -3,18 +3,16 @@
 import json
 import shutil
 
-import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from semrl_jax import data, models
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
 from tests.cases import slow_after
-from tests.fixtures import read_rows, stable
+from tests.fixtures import read_rows, save_chat_model, stable
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
@@ -33,13 +31,7 @@ def write_problems(file, questions=QUESTIONS):
 def model(tmp_path_factory):
     """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = data.train_tokenizer(QUESTIONS, 280)
-    config = models.DecoderConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=16, max_position_embeddings=128, tie_embeddings=True,
-    )  # fmt: skip
-    params = models.Policy(config).init(jax.random.key(0))
-    models.save_directory(directory, params, config, tokenizer)
+    save_chat_model(directory, QUESTIONS, max_position_embeddings=128)
     return directory
 
 
@@ -149,43 +141,15 @@ def spoil_model(model, tmp_path, tensors=None, **fields):
     return str(copy)
 
 
-def no_eos(model, tmp_path):
-    copy = tmp_path / "spoilt"
-    shutil.copytree(model, copy)
-    file = copy / "tokenizer_config.json"
-    content = json.loads(file.read_text()) | {"eos_token": None}
-    file.write_text(json.dumps(content))
-    return str(copy)
-
-
 MODELS = {
-    "missing directory": (lambda model, tmp: "/nowhere", "/nowhere"),
-    "unsupported": (
-        lambda model, tmp: spoil_model(model, tmp, model_type="mamba"),
-        "model_type='mamba' is not supported",
-    ),
     "missing tensor": (
         lambda model, tmp: spoil_model(model, tmp, {"model.norm.weight": None}),
         "model.norm.weight is missing",
-    ),
-    "extra tensor": (
-        lambda model, tmp: spoil_model(model, tmp, {"model.extra": np.zeros(1, np.float32)}),
-        "model.extra is not part of the model",
-    ),
-    "misshapen tensor": (
-        lambda model, tmp: spoil_model(model, tmp, {"model.norm.weight": np.zeros(31, np.float32)}),
-        r"model.norm.weight has shape \(31,\), not \(32,\)",
     ),
     "vocabulary": (
         lambda model, tmp: spoil_model(model, tmp, vocab_size=100),
         "do not belong together",
     ),
-    "no end token": (no_eos, "eos token"),
-    "no context": (
-        lambda model, tmp: spoil_model(model, tmp, max_position_embeddings=0),
-        "max_position_embeddings=0",
-    ),
-    "no heads": (lambda model, tmp: spoil_model(model, tmp, num_attention_heads=0), "config.json"),
     "context": (
         lambda model, tmp: spoil_model(model, tmp, max_position_embeddings=127),
         "must be at most the model's context of 127 tokens",
@@ -195,7 +159,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     ("mistake", "kl_coefficient"),
-    slow_after(2, [*((name, 0.001) for name in MODELS), ("misshapen tensor", 0.0)]),
+    slow_after(2, [*((name, 0.001) for name in MODELS), ("missing tensor", 0.0)]),
 )
 def test_a_model_that_cannot_be_used_is_named(mistake, kl_coefficient, config, model, tmp_path):
     spoil, message = MODELS[mistake]
@@ -209,11 +173,7 @@ def test_a_model_that_cannot_be_used_is_named(mistake, kl_coefficient, config, m
 
 FILES = {
     "missing": (None, r"apples.jsonl.* does not exist"),
-    "empty": ("", "apples.jsonl: the file has no rows"),
-    "not JSON": ('{"question": ', "apples.jsonl, line 1: not valid JSON"),
     "no field": ('{"frage": "?"}', "line 1: field 'question' is missing"),
-    "wrong type": ('{"question": 3, "answer": "#### 1"}', "line 1: field 'question'"),
-    "no mark": ('{"question": "?", "answer": "1"}', "line 1: field 'answer'"),
     "all too long": (
         json.dumps({"question": "x" * 500, "answer": "#### 1"}),
         "max_prompt_tokens",
@@ -235,15 +195,11 @@ def test_a_prompt_file_that_cannot_be_used_is_named(mistake, config, problems, t
 
 VERIFIERS = {
     "tests.verifiers:missing": "cannot be imported",
-    "tests.nowhere:f": "cannot be imported",
     "tests.verifiers:nonsense": "invalid: score must be a number from",
-    "tests.verifiers:sleeps": "timeout",
-    "tests.verifiers:exits": "crash",
-    "tests.verifiers:raises": "exception: KeyError",
 }
 
 
-@pytest.mark.parametrize("function", slow_after(2, VERIFIERS))
+@pytest.mark.parametrize("function", VERIFIERS)
 def test_a_verifier_that_cannot_work_stops_the_run_before_it_starts(function, config, tmp_path):
     config.rewards.function = function
     with pytest.raises(UserError, match=VERIFIERS[function]) as caught:
@@ -262,30 +218,6 @@ def test_changed_data_or_weights_of_another_shape_do_not_resume(config, model, t
     with pytest.raises(UserError, match="began with other data"):
         train(config, str(workdir))
     assert (workdir / "config.json").exists()  # an existing run is kept
-
-
-@pytest.mark.slow
-def test_changed_weights_do_not_resume(config, model, tmp_path):
-    """The KL penalty refers to them, so it would be another run."""
-    copy = shutil.copytree(model, tmp_path / "model")
-    config.model.path = str(copy)
-    config.training.num_steps = 0
-    config.evaluation.every_steps = 0
-    assert train(config, str(tmp_path / "run")) == 0
-    weights = load_file(copy / "model.safetensors")
-    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
-    save_file(weights, copy / "model.safetensors")
-    with pytest.raises(UserError, match="began with other weights"):
-        train(config, str(tmp_path / "run"))
-
-
-@pytest.mark.slow
-def test_a_run_starts_after_a_kill_during_the_first_write(config, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.writing").write_text("{")
-    config.training.num_steps = 0
-    config.evaluation.every_steps = 0
-    assert train(config, str(tmp_path / "run")) == 0
 
 
 @pytest.mark.slow

@@ -122,8 +122,8 @@ def test_addresses_come_from_a_file(config, tmp_path):
         (None, "cannot be read .No such file or directory.; name a file"),
         (b"\xff", "cannot be read .it is not UTF-8."),
         (b"# nothing\n", "has no address"),
-        (b"127.0.0.1:1\nhost\n", "line 2='host' must be host:port with a port"),
-        (b"127.0.0.1:65536\n", "line 1='127.0.0.1:65536' must be host:port with a port"),
+        (b"127.0.0.1:1\nhost\n", "line 2='host' must be host:port"),
+        (b"127.0.0.1:65536\n", "line 1='127.0.0.1:65536' must be host:port"),
         (b"a:1\nb:1\na:1\n", "names 'a:1' more than once"),
         (b"#" * (1 << 21), "has more than 1048576 bytes"),
     ],
@@ -139,7 +139,7 @@ def test_a_file_of_addresses_that_cannot_be_used(tmp_path, content, expected):
 
 def test_a_file_and_a_list_of_addresses_exclude_each_other(config):
     config.rollout.addresses, config.rollout.addresses_file = ("127.0.0.1:1",), "replicas"
-    with pytest.raises(UserError, match="addresses_file='replicas' names the replicas, and so do"):
+    with pytest.raises(UserError, match=r"rollout.addresses_file and rollout.addresses both name"):
         rollout_settings.check(config.rollout)
 
 

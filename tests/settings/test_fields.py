@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import runpy
 
 import pytest
 
 from configs import default
 from semrl_jax.settings import moved
-from semrl_jax.settings.config import known_settings
+from semrl_jax.settings.config import Config, known_settings
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import build, check_fields, described, follows, section, setting
@@ -67,6 +68,26 @@ def test_each_rule_of_a_field(field, value, message):
     with pytest.raises(UserError) as error:
         check_fields("top", config, Outer)
     assert str(error.value) == message
+
+
+WRONG = {
+    "above": lambda limit: limit,
+    "at_least": lambda limit: limit - 1,
+    "at_most": lambda limit: limit + 1,
+    "within": lambda interval: float(interval[1:-1].split(", ")[1]) + 1,
+    "choices": lambda allowed: "other",
+    "each": lambda allowed: ("other",),
+    "items": lambda kind: (1,) if kind is str else ("1",),
+}
+
+
+def test_every_rule_of_every_setting_is_checked():
+    for field, known in known_settings().items():
+        for rule, argument in known.rules.items():
+            config = default.get_config()
+            config.update_from_flattened_dict({field: WRONG[rule](argument)})
+            with pytest.raises(UserError, match=rf"^{re.escape(field)}(=| has )"):
+                check_fields("", config, Config)
 
 
 def test_every_setting_has_a_meaning():

@@ -36,11 +36,7 @@ def test_a_helper_beside_the_modules_of_a_kind_is_not_one_of_them():
     ("name", "package", "message"),
     [
         ("gredy", SCORES, "a.field='gredy' is unknown; did you mean 'greedy'"),
-        (
-            "x",
-            SCORES,
-            "'x' is unknown; choose one of .*greedy, .*, or a module of yours",
-        ),
+        ("x", SCORES, "'x' is unknown; choose one of .*greedy, .*, or a module of yours"),
         ("users.nowhere", SCORES, r"cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
         ("nowhere", "", r"cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
         ("odd_import", "", r"cannot be imported .OSError: two lines"),

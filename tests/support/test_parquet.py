@@ -18,8 +18,8 @@ CELL = "a" * (8 * MIB)
 BOMBS = {
     "in a dictionary": (lambda: repeated(CELL, 300), "rows 1 to 300: a text has 8388608 bytes"),
     "in lists": (lambda: in_lists(CELL, [1] * 300), "a text has 8388608 bytes, more than 4194304"),
-    "in one list": (lambda: in_lists(CELL[: 3 * MIB], [300]), "lists have 943718400 bytes"),
-    "all different": (lambda: [f"{CELL}{i}" for i in range(10)], "would become"),
+    "in one list": (lambda: in_lists(CELL[: 3 * MIB], [300]), "the lists have over 67108864 bytes"),
+    "all different": (lambda: [f"{CELL}{i}" for i in range(10)], "would take"),
     "in one of many rows": (lambda: ["a"] * 2000 + [CELL], "1025 to 2001: a text has 8388608"),
 }
 MEASURED = """

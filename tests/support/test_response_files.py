@@ -135,7 +135,7 @@ def test_rollouts_of_an_old_run_are_read(tmp_path):
         ({"score": [1.0]}, r"has no column 'prompt_ids' \(rollouts/ of a run and"),
         ({"prompt_ids": [[1]], "response_ids": [[2]]}, "has no column 'group_id'"),
         ({"prompt_ids": [[1]], "response_ids": [[2]], "group_id": [None]}, "row 0 has no 'group_i"),
-        ({"prompt_ids": [[1]], "response_ids": [["a"]], "group_id": [1]}, "no token ids in the co"),
+        ({"prompt_ids": [[1]], "response_ids": [["a"]], "group_id": [1]}, "row without token ids"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path, columns, message):

@@ -69,11 +69,7 @@ def best_accuracy(
 
     The samples of one value have ranks a, ..., b - 1 from below. The highest value of a subset is
     theirs with probability (C(b, k) - C(a, k)) / C(n, k), and each of them is then equally likely.
-
-    Args:
-      values: float64; NaN counts as the lowest.
-      correct: 0.0 or 1.0.
-      k: size of a subset, from 1 to n.
+    NaN counts as the lowest value.
     """
     # np.unique sorts NaN last, as one value.
     distinct, places = np.unique(values, return_inverse=True)

@@ -19,11 +19,7 @@ __all__ = ["per_problem", "plan"]
 def per_problem(
     problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
 ) -> dict[str, PerProblem]:
-    """`maj@<k>` in [0, 1] for each k of `sizes_above_one`: the mean over all subsets of k samples.
-
-    Raises:
-      UserError: if a problem has fewer than k samples.
-    """
+    """`maj@<k>` in [0, 1] for each of `sizes_above_one`: the mean over all subsets of k."""
     votes = [votes_of(samples) for samples in problems]
     return {
         f"maj@{k}": PerProblem(
@@ -40,11 +36,7 @@ def answer_class(extracted: str | None) -> str:
 
 
 def votes_of(samples: Sequence[Sample]) -> tuple[tuple[int, float], ...]:
-    """(votes, share of them that is correct) of each answer, sorted.
-
-    Texts such as "0.5" and "1/2" are two answers. One answer may have correct and wrong samples if
-    the verifier failed on some.
-    """
+    """(votes, share of them that is correct) of each answer, sorted; "0.5" and "1/2" are two."""
     classes: dict[str, list[bool]] = {}
     for sample in samples:
         if answer := answer_class(sample.extracted):
@@ -59,11 +51,6 @@ def majority_accuracy(votes: tuple[tuple[int, float], ...], n: int, k: int) -> f
     Answers with equally many votes share the vote equally. Without a vote it is wrong. The result
     is exact for every k: for each number m of votes of the winner, a recursion over the answers
     sums the probabilities of how many votes are drawn and how many answers have m of them.
-
-    Args:
-      votes: of each answer, as `votes_of` returns them.
-      n: number of samples, with those that do not vote.
-      k: size of a subset, from 1 to n.
     """
     if not any(accuracy for _, accuracy in votes):
         return 0.0

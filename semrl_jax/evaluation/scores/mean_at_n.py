@@ -17,10 +17,7 @@ __all__ = ["per_problem", "plan"]
 def per_problem(
     problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
 ) -> dict[str, PerProblem]:
-    """`mean@<n>` and `any@<n>` in [0, 1]; the reference implementation has `acc` and `pass_acc`.
-
-    `any@<n>` equals pass@n.
-    """
+    """`mean@<n>` and `any@<n>` (pass@n) in [0, 1]; `acc` and `pass_acc` of the release."""
     correct, n = correct_counts(problems), num_samples(problems)
     sizes = np.array([len(samples) for samples in problems], float)
     return {

@@ -18,11 +18,7 @@ __all__ = ["per_problem", "plan"]
 def per_problem(
     problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
 ) -> dict[str, PerProblem]:
-    """`pass@<k>` in [0, 1] for each k of `evaluation.k`.
-
-    Raises:
-      UserError: if a problem has fewer than k samples.
-    """
+    """`pass@<k>` in [0, 1] for each k of `evaluation.k`; UserError for fewer than k samples."""
     counts = [(len(s), c) for s, c in zip(problems, correct_counts(problems).tolist())]
     return {
         f"pass@{k}": PerProblem(

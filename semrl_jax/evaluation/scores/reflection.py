@@ -22,12 +22,7 @@ _WORDS = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
 def per_problem(
     problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
 ) -> dict[str, PerProblem]:
-    """Means over all sampled responses.
-
-    Returns:
-      `responses/reflection_fraction`: share of the responses with one of WORDS.
-      `responses/reflection_words`: their number per response.
-    """
+    """`responses/reflection_fraction` (responses with one of WORDS), `.../reflection_words`."""
     return {
         "responses/reflection_fraction": over_responses(
             problems, lambda sample: float(count(sample.response) > 0)

@@ -19,11 +19,7 @@ KINDS = {"mean": (True, False), "correct": (True,), "incorrect": (False,)}
 def per_problem(
     problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
 ) -> dict[str, PerProblem]:
-    """Means of each metric over the responses for which it is valid.
-
-    Returns:
-      `metrics/<label>/mean`, `metrics/<label>/correct` and `metrics/<label>/incorrect`.
-    """
+    """Means of each metric, `metrics/<label>/mean`, `/correct` and `/incorrect`, where valid."""
     labels = {label for samples in problems for sample in samples for label in sample.metrics}
 
     def mean(label: str, wanted: tuple[bool, ...]) -> PerProblem:

@@ -67,10 +67,7 @@ class Family:
 
 @functools.cache
 def find_family(name: str) -> Family:
-    """A family by its `model_type`, or by the path of a module that has it as `FAMILY`.
-
-    Raises UserError if there is none.
-    """
+    """A family by its `model_type`, or by a module that has it as `FAMILY`; or UserError."""
     if "." not in name and name not in model_types():
         raise UserError(
             f"model.family={name!r:.100} is unknown; choose one of {model_types()}, or name a "

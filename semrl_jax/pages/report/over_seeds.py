@@ -54,21 +54,14 @@ class Estimate(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What a variant has reached; the arrays have one value per seed, in the order of `seeds`.
-
-    Attributes:
-      last: of the compared key.
-      over_steps: its mean after the first step.
-      curves: its value by step, per seed.
-      seconds, tokens: of all steps.
-    """
+    """What a variant has reached; the arrays have one value per seed, in the order of `seeds`."""
 
     name: str
     seeds: tuple[int, ...]
-    last: Float[np.ndarray, " S"]
-    over_steps: Float[np.ndarray, " S"]
-    curves: list[dict[int, float]]
-    seconds: Float[np.ndarray, " S"]
+    last: Float[np.ndarray, " S"]  # of the compared key
+    over_steps: Float[np.ndarray, " S"]  # its mean after the first step
+    curves: list[dict[int, float]]  # its value by step, per seed
+    seconds: Float[np.ndarray, " S"]  # of all steps
     tokens: Float[np.ndarray, " S"]
 
     def less(self, other: Compared) -> Estimate:

@@ -22,11 +22,7 @@ _HERE = pathlib.Path(__file__).parent
 
 
 def write_page(file: pathlib.Path, paths: Sequence[pathlib.Path]) -> None:
-    """Writes the page of these runs; the file is complete or missing.
-
-    Raises:
-      UserError: as `reading.read_runs`.
-    """
+    """Writes the page of these runs, complete or not at all; raises as `reading.read_runs`."""
     runs = reading.read_runs(paths)
     content = page(figures(runs), samples(runs))
     with replacing(file) as out:
@@ -112,13 +108,7 @@ def _varies(keys, shown: Sequence[dict[str, Any]]) -> bool:
 
 
 def page(figures: dict[str, Any], samples: dict[str, Any], *, live: bool = False) -> bytes:
-    """The page as HTML.
-
-    Args:
-      figures: of `figures`.
-      samples: of `samples.samples`.
-      live: whether the page asks the server that sent it for changes.
-    """
+    """The page as HTML; a live one asks the server that sent it for changes."""
     script = (_HERE / "page.js").read_text()
     plotly = _plotly()
     # Plotly makes a picture of a plot from data: and blob: addresses, when a button asks for one.

@@ -13,26 +13,17 @@ STDERR = "_stderr"
 
 
 class Panel(NamedTuple):
-    """Quantities in one plot.
+    """Quantities in one plot."""
 
-    Attributes:
-      section: heading on the page.
-      title: of the plot.
-      unit: of the vertical axis.
-      keys: key of the log -> label. A key with * stands for all keys that match, and the text that
-        matches * is added to the label.
-      in_picture: whether `curves.png` has the plot. The page has every plot with data.
-      kind: "lines"; "stacked" for parts of a whole.
-      note: below the title on the page.
-    """
-
-    section: str
-    title: str
-    unit: str
+    section: str  # heading on the page
+    title: str  # of the plot
+    unit: str  # of the vertical axis
+    # Key of the log -> label. A key with * stands for all keys that match, and the text that
+    # matches * is added to the label
     keys: Mapping[str, str]
-    in_picture: bool = False
-    kind: str = "lines"
-    note: str = ""
+    in_picture: bool = False  # whether `curves.png` has the plot. The page has every plot with data
+    kind: str = "lines"  # "lines"; "stacked" for parts of a whole
+    note: str = ""  # below the title on the page
 
     def present(self, keys: Collection[str]) -> Panel:
         """The panel with the keys that were logged, each by its own name."""

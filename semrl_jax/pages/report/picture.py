@@ -74,8 +74,5 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
 
 
 def _plain(label: str) -> str:
-    """The text of a label, which may come from a prompt file, as Matplotlib draws it.
-
-    Matplotlib reads $...$ as mathematics, and fails at unpaired surrogates.
-    """
+    """The text of a label as Matplotlib draws it, without mathematics or unpaired surrogates."""
     return label.encode(errors="replace").decode().replace("$", r"\$")

@@ -34,22 +34,15 @@ Row = Mapping[str, Any]
 
 
 class RunLog(NamedTuple):
-    """The records of a run.
+    """The records of a run."""
 
-    Attributes:
-      name: of the run on the page; no two runs have the same.
-      record: `config.json`.
-      rows: of `metrics.jsonl`.
-      starts: of `starts.jsonl`, one per attempt; [] for a run that is older than this file.
-      num_left_out: lines of `metrics.jsonl` from the first damaged one on.
-    """
-
-    name: str
+    name: str  # of the run on the page; no two runs have the same
     path: pathlib.Path
-    record: dict[str, Any]
-    rows: list[dict[str, Any]]
+    record: dict[str, Any]  # `config.json`
+    rows: list[dict[str, Any]]  # of `metrics.jsonl`
+    # Rows of `starts.jsonl`, one per attempt; [] for a run that is older than this file
     starts: list[dict[str, Any]]
-    num_left_out: int = 0
+    num_left_out: int = 0  # lines of `metrics.jsonl` from the first damaged one on
 
     def damage(self) -> list[str]:
         """What of the log cannot be read, in at most one sentence."""
@@ -67,15 +60,7 @@ class RunLog(NamedTuple):
 
 
 def read_runs(paths: Sequence[pathlib.Path], *, may_be_empty: bool = False) -> list[RunLog]:
-    """Reads the logs of runs.
-
-    Args:
-      paths: run directories.
-      may_be_empty: whether a run may have no row yet.
-
-    Raises:
-      UserError: if a path holds no run, has no row, or is named twice.
-    """
+    """Reads the logs of runs; UserError if one is no run, named twice, or has no row yet."""
     paths = [path.absolute() for path in paths]
     if len(set(paths)) < len(paths):
         raise UserError("a run is named twice; name each run once.")
@@ -86,18 +71,12 @@ def read_runs(paths: Sequence[pathlib.Path], *, may_be_empty: bool = False) -> l
         except (FileNotFoundError, NotADirectoryError):
             record = {}
         if not isinstance(record.get("run_id"), str) or not isinstance(record.get("config"), dict):
-            raise UserError(
-                f"{path} is not the directory of a run (no config.json of one); name what was "
-                "--workdir of launch.train or launch.sft."
-            )
+            raise UserError(f"{path} is no run; name --workdir of launch.train or launch.sft.")
         rows, num_left_out = read_log(path / "metrics.jsonl")
         if not rows and num_left_out:
             raise UserError(f"{path / 'metrics.jsonl'}: line 1 is damaged, so there is no log.")
         if not rows and not may_be_empty:
-            raise UserError(
-                f"{path} has no log yet (metrics.jsonl has no row); wait for the first step, or "
-                "follow the run with --serve."
-            )
+            raise UserError(f"{path} has no log yet; wait, or follow the run with --serve.")
         starts = [_shown_start(start) for start in read_rows(path / STARTS)]
         runs.append(RunLog(name, path, record, rows, starts, num_left_out))
     return runs
@@ -182,11 +161,7 @@ def events(run: RunLog) -> list[dict[str, Any]]:
 
 
 def variants(runs: Sequence[RunLog]) -> tuple[list[int], list[str]]:
-    """Runs whose settings are the same but for the seed are one variant.
-
-    Returns:
-      The number of the variant of each run; and what each variant has of its own, as text.
-    """
+    """The variant of each run, equal but for the seed, and what each has of its own, as text."""
     settings = [
         {field: value for field, value in run.settings.items() if not _is_of_a_run(field)}
         for run in runs

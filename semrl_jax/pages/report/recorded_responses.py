@@ -42,10 +42,8 @@ OPTIONAL = (
 def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
     """The responses that the page shows, whole groups at equal distances.
 
-    Returns:
-      `columns`: names of the fields of a row. `rows`: one per response; its `run` is the index of
-      the run, its `prompt` an index into `prompts`, its `metrics` are in the order of
-      `metric_names`. `note`: what is left out.
+    `columns` are names of the fields of a row. In `rows`, `run` and `prompt` are indices, and
+    `metrics` are in the order of `metric_names`. `note` says what is left out.
     """
     files = [(index, file) for index, run in enumerate(runs) for file in _chosen(run.path)]
     found = _Found()
@@ -64,11 +62,7 @@ def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def recorded(path: pathlib.Path, kind: str) -> dict[int, pathlib.Path]:
-    """The files of recorded responses of a run by step; `kind` is "step" or "eval".
-
-    Raises:
-      UserError: if the directory cannot be read; a glob would find nothing in it.
-    """
+    """The files of recorded responses by step, of kind "step" or "eval"; or UserError."""
     directory = path / "rollouts"
     try:
         names = os.listdir(directory)

@@ -23,18 +23,10 @@ HOST = "127.0.0.1"
 
 
 def serve(paths: Sequence[pathlib.Path], port: int, announce: Callable[[str], None]) -> None:
-    """Serves until a KeyboardInterrupt, on the loopback interface only.
+    """Serves runs, maybe without a row yet, until Ctrl-C, on the loopback interface only.
 
-    Every address needs the token that the announced one has, because other users of the machine can
-    connect to the port.
-
-    Args:
-      paths: run directories; a run may have no row yet.
-      port: 0 takes a free one.
-      announce: gets the address of the page, then a line for the reader.
-
-    Raises:
-      UserError: if a path holds no run, or the port is taken.
+    Every address needs the token of the announced one, because other users of the machine can
+    connect to the port. UserError if a path holds no run, or the port is taken.
     """
     reading.read_runs(paths, may_be_empty=True)
     try:

@@ -28,11 +28,7 @@ def paired(runs: Sequence[RunLog], notes: list[str] | None = None) -> list[dict[
 
     The accuracy of a problem is the mean over all its recorded responses of that step. The interval
     belongs to the mean of the differences by problem, so what makes a problem hard for both runs
-    does not widen it.
-
-    Args:
-      runs: the first is compared with each other one.
-      notes: gets a sentence for every step that is left out, because a file cannot be read.
+    does not widen it. `notes` gets a sentence for every step that is left out.
 
     Returns:
       One dict per step, benchmark and run: `step`, `benchmark`, `run` (index), `problems`, `first`

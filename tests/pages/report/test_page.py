@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import pathlib
 import re
 
@@ -263,16 +262,6 @@ def test_columns_of_another_type_are_shown_or_the_file_is_named(run, kind):
         file.unlink()
 
 
-def test_a_pipe_among_the_responses_is_named(run):
-    file = run / "rollouts" / "step_000099.parquet"
-    os.mkfifo(file)
-    try:
-        found = recorded_responses.samples(reading.read_runs([run]))
-    finally:
-        file.unlink()
-    assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
-
-
 @pytest.mark.parametrize("name, value", [("correct", None), ("correct", "no"), ("group_id", None)])
 def test_a_response_without_a_verdict_is_not_called_wrong(run, name, value):
     file = run / "rollouts" / "step_000099.parquet"
@@ -324,10 +313,10 @@ def test_panels_are_made_for_metrics_and_figures_that_have_none():
 
 
 def test_a_directory_without_a_log_is_refused(config, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere is not the directory of a run"):
+    with pytest.raises(UserError, match=r"nowhere is no run; name --workdir"):
         reading.read_runs([tmp_path / "nowhere"])
     run = make_run(tmp_path / "run", config, num_steps=0)
-    with pytest.raises(UserError, match=r"has no log yet .*--serve"):
+    with pytest.raises(UserError, match=r"has no log yet; .*--serve"):
         reading.read_runs([run])
     assert reading.read_runs([run], may_be_empty=True)[0].rows == []
     other = make_run(tmp_path / "other" / "run", config, num_steps=0)

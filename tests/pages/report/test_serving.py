@@ -108,7 +108,7 @@ def test_only_the_address_with_the_token_is_answered(served):
     (run / "config.json").unlink()
     add_row(run, 0, {})
     status, _, body = get(address + "data?figures=&samples=")
-    assert status == 503 and "is not the directory of a run" in json.loads(body)["error"]
+    assert status == 503 and "is no run" in json.loads(body)["error"]
 
 
 @pytest.mark.parametrize("path", [b"*", b"x", b"http://[x/"])

@@ -136,7 +136,7 @@ def test_addresses_are_checked(addresses):
 
 def test_a_port_that_would_wrap_is_refused():
     """gRPC connects to port 65536 + n as to port n, and would send the token there."""
-    with pytest.raises(UserError, match="must be host:port with a port from 1 to 65535"):
+    with pytest.raises(UserError, match="must be host:port"):
         RolloutClient(["localhost:88993"], TOKEN, run_id="r", attempt_id="a")
 
 

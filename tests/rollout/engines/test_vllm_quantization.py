@@ -45,7 +45,7 @@ def test_8_bit_weights_turn_the_correction_on():
         ({"vllm_quantization": "fp8_per_channel"}, "is of vLLM, and the engine is 'jax'"),
         (
             {"vllm_quantization": "fp8_per_channel", "engine": "vllm"},
-            "replicas get float32 ones; set rollout.weight_dtype='bfloat16'",
+            "needs weight_dtype='bfloat16', not float32",
         ),
     ],
 )
