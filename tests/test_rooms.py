@@ -7,7 +7,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "semrl_jax"
 # From the top down: a room imports rooms of lower lines, and none of its own line.
 FLOORS = (
     ("library",),
-    ("planning", "jobs"),
+    ("planning", "jobs", "tinker"),
     ("runs",),
     ("analysis",),
     ("training",),

@@ -171,6 +171,13 @@ THOROUGH = [
     ),
     Case("rollout --policy={home}/run --port=0", until="serves run-step"),
     Case(
+        "tinker --config=configs/default.py --model={home}/model --workdir={home}/tinker --name=a "
+        "--max_tokens=64 --host=127.0.0.1 --port=0 --token_file={home}/key "
+        "--tls_certificate={home}/certs/replica-gpu7.pem "
+        "--tls_key={home}/certs/replica-gpu7.key",
+        until="https://",
+    ),
+    Case(
         "plan --config=configs/default.py --topology=v5e:1x1 --programs=update --json "
         "--config.model.path={home}/model",
         # It needs the compiler of TPUs, which only the extra [tpu] installs.
@@ -192,6 +199,7 @@ def home(tmp_path_factory):
         hidden_states=np.random.default_rng(0).normal(size=(2, 24, 8)).astype(np.float32),
     )
     make_files(path)
+    (path / "key").write_text("tml-a-key-for-the-tests\n")
     for name, rows in {
         "problems": PROBLEMS,
         "gsm8k": [{"question": "1+1?", "answer": "It is 2.\n#### 2"}],

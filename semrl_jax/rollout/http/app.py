@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import secrets
 import time
@@ -19,10 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from semrl_jax.metrics.measurements import Metrics
 from semrl_jax.rollout.http.calls import Calls, How, Job
+from semrl_jax.rollout.http.guarding import WRONG_TOKEN, guarded, read_body
 from semrl_jax.rollout.http.prometheus import Collector
 from semrl_jax.rollout.http.requests import (
     Body,
@@ -39,7 +39,6 @@ from semrl_jax.rollout.wire.auth import check_token
 from semrl_jax.types import MetricParams, Rollout, SamplingParams
 
 MAX_BODY_BYTES = 8 * 2**20
-BODY_S = 60.0  # in which a body must have come
 _OPEN = ("/health", "/metrics")  # without a token
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -338,31 +337,14 @@ def make_app(
         routes=Api(service, texts, model).routes(),
         exception_handlers={HTTPException: _http_error},
     )
-    expected = f"Bearer {check_token(token)}".encode()
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        async def sent(message) -> None:
-            async with asyncio.timeout(stall_timeout_s):
-                await send(message)
-
-        if scope["type"] != "http":
-            return
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if scope["path"] not in _OPEN and not (
-            len(given) == 1 and hmac.compare_digest(given[0], expected)
-        ):
-            refusal = JSONResponse(
-                _error_body(401, "the token is missing or wrong.", None),
-                401,
-                {"WWW-Authenticate": "Bearer", "Connection": "close"},
-            )
-            return await refusal(scope, receive, sent)
-        try:
-            await app(scope, receive, sent)
-        except (TimeoutError, ClientDisconnect):  # nobody reads
-            return
-
-    return guarded
+    return guarded(
+        app,
+        header="authorization",
+        value=f"Bearer {check_token(token)}",
+        open_paths=_OPEN,
+        refusal=_error_body(401, WRONG_TOKEN, None),
+        stall_timeout_s=stall_timeout_s,
+    )
 
 
 def _answered(function: Callable[[Request], Awaitable[Response]]):
@@ -406,16 +388,7 @@ def _event(value: dict[str, Any]) -> str:
 
 async def _read(request: Request, kind: type[B]) -> B:
     """The body of a request; raises HTTPException if it is too long or slow, or no JSON."""
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                data += part
-                if len(data) > MAX_BODY_BYTES:
-                    raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes.")
-    except TimeoutError:
-        raise HTTPException(408, f"the body took more than {BODY_S:g} s.") from None
-    return kind.model_validate_json(bytes(data))
+    return kind.model_validate_json(await read_body(request, MAX_BODY_BYTES))
 
 
 def _seeds(seed: int | None, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Listens for HTTP on the event loop of the rollout server."""
+"""Listens for HTTP on an event loop."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-
-from semrl_jax.rollout.http.app import make_app
-from semrl_jax.rollout.http.texts import Texts
-from semrl_jax.rollout.server.server import Http
-from semrl_jax.rollout.server.service import RolloutService
+from starlette.types import ASGIApp
 
 KEEP_ALIVE_S = 75  # of an idle connection
 MAX_CONNECTIONS = 2048
@@ -20,7 +16,7 @@ MAX_HEADER_BYTES = 2**16
 
 
 class _Uvicorn(uvicorn.Server):
-    """The rollout server handles signals."""
+    """Its owner handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -28,31 +24,19 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Answers HTTP requests until it is closed. Bound to one event loop."""
+    """Answers HTTP requests until it is closed. Bound to one event loop.
 
-    def __init__(
-        self,
-        service: RolloutService,
-        http: Http,
-        *,
-        token: str,
-        stall_timeout_s: float,
-        certificate: str = "",
-        key: str = "",
-    ):
-        host = "127.0.0.1" if http.host == "localhost" else http.host.strip("[]")
+    Attributes:
+      port: that it listens on.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, port: int, *, certificate: str = "", key: str = ""):
+        host = "127.0.0.1" if host == "localhost" else host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server(
-            (host, http.port), family=family, backlog=MAX_CONNECTIONS
-        )
+        self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            make_app(
-                service,
-                Texts(http.tokenizer, http.end_token_ids),
-                token=token,
-                model=http.model,
-                stall_timeout_s=stall_timeout_s,
-            ),
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",

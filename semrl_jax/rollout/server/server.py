@@ -170,10 +170,15 @@ async def serve(
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     http_server = None
     if http is not None:
+        from semrl_jax.rollout.http.app import make_app
         from semrl_jax.rollout.http.server import HttpServer
+        from semrl_jax.rollout.http.texts import Texts
 
+        texts = Texts(http.tokenizer, http.end_token_ids)
+        options = {"token": token, "model": http.model, "stall_timeout_s": stall_timeout_s}
         tls = {} if is_loopback(http.host) else {"certificate": tls_certificate, "key": tls_key}
-        http_server = HttpServer(service, http, token=token, stall_timeout_s=stall_timeout_s, **tls)
+        app = make_app(service, texts, **options)
+        http_server = HttpServer(app, http.host, http.port, **tls)
     return RolloutServer(f"{target}:{bound}", engine, service, server, health_servicer, http_server)
 
 

@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.http import app
+from semrl_jax.rollout.http import app, guarding
 from semrl_jax.rollout.server import Http
 from semrl_jax.support.errors import UserError
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays
@@ -109,7 +109,7 @@ def test_thousands_of_mutated_requests(fake):
 
 def test_bodies_that_are_too_long_or_too_slow(fake, monkeypatch):
     served = fake()
-    monkeypatch.setattr(app, "BODY_S", 0.5)
+    monkeypatch.setattr(guarding, "BODY_S", 0.5)
     assert ask(served.url + ROUTES[1], b" " * (app.MAX_BODY_BYTES + 1)).status == 413
     with connected(served) as (sock, answer):
         sock.sendall(head(ROUTES[1], length=100) + b'{"model":')
