@@ -52,6 +52,7 @@ KILL_TIMEOUT_S = 10.0
 MAX_DESCRIPTORS = 1 << 16
 KEPT_PREFIX = "ENVIRONMENT_"  # variables that an environment itself needs
 _TASKS_PER_CALL = 256
+_RESETS_PER_CALL = 16  # each may start a program, which takes seconds
 _BYTES_PER_CHAR = 12  # of JSON, outside the first plane
 _WHOSE = "the process of the environment"
 
@@ -175,8 +176,10 @@ class EnvironmentPool:
             asked = {"seed": seed, "count": count}
             tasks = as_tasks(connection.call("tasks", asked, START_TIMEOUT_S, chars, size), count)
             found, method = [], "reset"
-            for first in range(0, len(tasks), _TASKS_PER_CALL):
-                pairs = [(task, task_seed(task)) for task in tasks[first : first + _TASKS_PER_CALL]]
+            for first in range(0, len(tasks), _RESETS_PER_CALL):
+                pairs = [
+                    (task, task_seed(task)) for task in tasks[first : first + _RESETS_PER_CALL]
+                ]
                 limit_s = max(START_TIMEOUT_S, self.limits.timeout_s)
                 opened = connection.call("openings", {"pairs": pairs}, limit_s, chars, size)
                 for (task, own), messages in zip(pairs, opened, strict=True):

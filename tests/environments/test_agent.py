@@ -1,15 +1,19 @@
 """Programs that only know an OpenAI endpoint, with OpenAI's own client."""
 
 import json
+import os
+import threading
 
 import pytest
 
+from semrl_jax.environments.kinds import agent
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.support.errors import UserError
 from tests.environments.test_pool import section
+from tests.rollout.conftest import wait_until
 
 PROGRAM = """
-import json, os, sys
+import atexit, json, os, sys
 
 import openai
 
@@ -47,6 +51,15 @@ match said.content:
     case "stream":
         messages.append({"role": "user", "content": "In pieces."})
         said.content = ask(stream=True)
+    case "noisy":
+        os.write(1, b"x" * 10**7 + b"\\n0.25\\n")
+        os.write(2, b"A library says good-bye.")
+        os._exit(0)
+    case "call":
+        messages.append({"role": "user", "content": "In pieces."})
+        with client.chat.completions.stream(model="any", messages=messages, tools=tools) as events:
+            (call,) = events.get_final_completion().choices[0].message.tool_calls
+        said.content = call.function.name
     case "die":
         sys.exit("it broke")
 print(0.5 if said.content == task["answer"] else "wrong")
@@ -88,6 +101,8 @@ def test_a_program_asks_and_is_rewarded_by_its_last_line(played):
     assert (right.turn.done, right.turn.reward) == (True, 0.5)
     _, (wrong,) = played(0, "6")
     assert (wrong.turn.done, wrong.turn.reward) == (True, 1.0)  # the exit status is 0
+    _, (noisy,) = played(0, "noisy")
+    assert (noisy.turn.done, noisy.turn.reward) == (True, 0.25)
     _, (failed,) = played(0, "die")
     assert (failed.turn.done, failed.turn.reward) == (True, 0.0)
 
@@ -108,6 +123,45 @@ def test_tools_of_the_program_are_called_in_the_policys_form(played):
         {"role": "user", "content": "<tool_response>\n8\n</tool_response>"}
     ]
     assert end.turn.reward == 0.5
+
+
+def test_a_streamed_call_can_be_joined(played):
+    call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 5}}</tool_call>'
+    _, (_, end) = played(1, "call", call)
+    assert (end.turn.done, end.turn.reward) == (True, 1.0)  # no exception: the exit status is 0
+
+
+ASKS = """
+import json, os, urllib.request
+
+def ask(body, path="/chat/completions", **headers):
+    url = os.environ["OPENAI_BASE_URL"] + path
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+
+wrong = [ask(b"no JSON"), ask(b"{}"), ask(b'{"messages": [1]}')]
+assert all("cannot be read" in each["error"]["message"] for each in wrong), wrong
+assert ask(None, "/models/policy")["id"] == "policy"
+ask(json.dumps({"messages": [{"role": "developer", "content": os.environ["SEED"]}]}).encode())
+"""
+
+
+def test_many_first_questions_leave_nothing_open(tmp_path):
+    (tmp_path / "agent.py").write_text(ASKS)
+    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    environment = agent.Environment(str(tmp_path / "agent.py"), str(tmp_path / "tasks.jsonl"))
+
+    def num_open():
+        return len(os.listdir("/proc/self/fd")) + threading.active_count()
+
+    before = num_open()
+    for seed in range(6):
+        assert environment.reset({}, seed) == [{"role": "system", "content": str(seed)}]
+    assert environment.step("yes").reward == 1
+    wait_until(lambda: num_open() <= before + 3)  # both files, and a thread that ends
 
 
 def test_another_conversation_is_the_episodes_failure(played):

@@ -297,7 +297,7 @@ def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "calculater"}, "must be 'package.module:Class'.* a built-in .*: agent, calculator"),
+        ({"name": "calculater"}, "'package.module:Class'.* a built-in .*: agent, calculator"),
         ({"name": "search"}, r"search\(\) cannot be made: TypeError: .*'corpus' and 'questions'"),
         ({"name": "calculator", "tool_format": "xml"}, "tool_format='xml' must be one of"),
         ({"name": f"{USERS}:Nobody"}, r"cannot be imported \(AttributeError: .*'Nobody'"),
@@ -382,3 +382,17 @@ def test_pools_of_several_environments_open_episodes_by_name():
         EnvironmentPools(section(""), [names[0], f"{USERS}:Picky"]),
     ):
         pass
+
+
+def test_first_messages_may_take_seconds_each(tmp_path, monkeypatch):
+    (tmp_path / "slow_start.py").write_text(
+        "import time\n\n\nclass Slow:\n"
+        '    def tasks(self, seed, count):\n        return [{"n": i} for i in range(count)]\n\n'
+        '    def reset(self, task, seed):\n        time.sleep(0.05)\n        return "go"\n\n'
+        "    def step(self, message):\n        return [], 0.0, True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with EnvironmentPool(section("slow_start:Slow", timeout_s=1.0)) as environments:
+        environments.openings(0, 1)  # the process has started
+        monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 1.5)
+        assert len(environments.openings(0, 40)) == 40

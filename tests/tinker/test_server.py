@@ -192,6 +192,7 @@ def test_without_the_key_nothing_is_answered(served, key):
     assert served.ask("healthz", key="") == (200, {"status": "ok"})
 
 
+@pytest.mark.slow
 def test_a_killed_server_goes_on(own_server):
     session = own_server.session()
     undisturbed = train(own_server, own_server.model(session), 4)

@@ -17,6 +17,8 @@ from semrl_jax.tinker.messages import Example, Pass
 from semrl_jax.tinker.requests import AdamParams, LoraConfig
 from semrl_jax.tinker.training import Trainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trainer(model_directory):

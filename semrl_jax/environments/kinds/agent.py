@@ -2,7 +2,7 @@
 
 The endpoint is on a port of this process. The program finds its address in OPENAI_BASE_URL, the
 task, a JSON object, in TASK, and a seed in SEED. Its reward is the number in the last line that it
-prints, or, without one, 1 for the exit status 0 and 0 for another.
+prints (not as an error), or, without one, 1 for the exit status 0 and 0 for another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from semrl_jax.environments.interface import Message, Turn
 from semrl_jax.environments.tools.formats import choose_format
@@ -25,7 +25,7 @@ from semrl_jax.environments.tools.functions import Answer
 
 FORM = choose_format(None, "hermes")
 MAX_BODY_BYTES = 8 * 2**20
-MAX_PRINTED_CHARS = 2000  # of the program's last line, and of its error
+MAX_PRINTED_BYTES = 2000  # of the program's last line, and of its error
 
 
 class Environment:
@@ -48,11 +48,13 @@ class Environment:
         return [self._tasks[(seed + i) % len(self._tasks)] for i in range(count)]
 
     def reset(self, task: Mapping[str, Any], seed: int) -> list[Message]:
-        if self._process is not None:
+        if self._process is not None:  # of another task, whose first question was enough
             self._process.kill()
+            self._question.answer.put(None)
         self._messages: list[dict[str, Any]] = []  # what the program and the policy have said
         self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - for long
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - for long
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         server.daemon_threads, server.asked = True, self._asked
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -67,19 +69,21 @@ class Environment:
             },
             stdin=subprocess.DEVNULL,
             stdout=self._output,
-            stderr=subprocess.STDOUT,
+            stderr=self._errors,
         )
         process, asked = self._process, self._asked
 
         def await_end() -> None:
             process.wait()
-            server.shutdown()
             asked.put(None)
+            server.shutdown()
+            server.server_close()
 
         threading.Thread(target=await_end, daemon=True).start()
         messages = self._next()
         if messages is None:
-            raise ValueError(f"the program asked nothing: {self._last_line()}")
+            said = _last_line(self._errors) or _last_line(self._output)
+            raise ValueError(f"the program asked nothing: {said}")
         return messages
 
     def step(self, message: str) -> Turn:
@@ -118,14 +122,9 @@ class Environment:
 
     def _reward(self) -> float:
         try:
-            return float(self._last_line())
+            return float(_last_line(self._output))
         except ValueError:
             return float(self._process.returncode == 0)
-
-    def _last_line(self) -> str:
-        self._output.seek(0)
-        lines = self._output.read().split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "")[:MAX_PRINTED_CHARS]
 
 
 class _Question:
@@ -133,22 +132,33 @@ class _Question:
 
     def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]):
         self.messages, self.tools = messages, tools
-        self.answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.answer: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._send({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "semrl_jax"}
+        is_list = self.path.endswith("/models")
+        self._send({"object": "list", "data": [model]} if is_list else model)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(min(int(self.headers["Content-Length"]), MAX_BODY_BYTES)))
+        try:
+            length = int(self.headers["Content-Length"])
+            body = json.loads(self.rfile.read(min(length, MAX_BODY_BYTES)))
+            messages = [{**message, "role": message["role"]} for message in body["messages"]]
+        except (KeyError, TypeError, ValueError) as error:
+            self.close_connection = True
+            return self._send({"error": {"message": f"the body cannot be read: {error!r}"}}, 400)
         if not self.path.endswith("/chat/completions") or body.get("n", 1) not in (None, 1):
             return self._send({"error": {"message": "only chats with n=1 are answered"}}, 400)
-        question = _Question(body["messages"], body.get("tools") or ())
+        question = _Question(messages, body.get("tools") or ())
         self.server.asked.put(question)
         message = question.answer.get()
+        if message is None:  # nobody waits
+            self.close_connection = True
+            return
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         common = {"id": "chat", "created": 0, "model": body.get("model", "policy")}
         choice = {"index": 0, "finish_reason": finish, "logprobs": None}
@@ -158,7 +168,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             kind = {"object": "chat.completion", "usage": usage}
             return self._send({**common, **kind, "choices": choices})
         chunk = {**common, "object": "chat.completion.chunk"}
-        chunk["choices"] = [{**choice, "delta": message}]
+        delta = dict(message)
+        if calls := message.get("tool_calls"):  # clients join the pieces of a call by its index
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        chunk["choices"] = [{**choice, "delta": delta}]
         text = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         self._write(text.encode(), "text/event-stream", 200)
 
@@ -185,4 +198,11 @@ def _plain(message: Mapping[str, Any]) -> Message:
         function = call["function"]
         arguments = json.loads(function["arguments"] or "{}")
         content += json.dumps({"name": function["name"], "arguments": arguments})
-    return {"role": message["role"], "content": content}
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {"role": role, "content": content}
+
+
+def _last_line(output: IO[bytes]) -> str:
+    """The last line that is not blank, as far as its end goes; "" if there is none."""
+    output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_PRINTED_BYTES))
+    return output.read().decode(errors="replace").rstrip().rpartition("\n")[2]

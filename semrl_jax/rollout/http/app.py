@@ -39,7 +39,7 @@ from semrl_jax.rollout.wire.auth import check_token
 from semrl_jax.types import MetricParams, Rollout, SamplingParams
 
 MAX_BODY_BYTES = 8 * 2**20
-_OPEN = ("/health", "/metrics")  # without a token
+MAX_PIECES = 64  # of a stream, that wait for a client
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 400,  # a prompt or a response that is too long
@@ -70,7 +70,12 @@ class Api:
             "/v1/chat/completions": self.chat,
             "/inference/v1/generate": self.generate,
         }
-        gets = {"/v1/models": self.models, "/health": self.health, "/metrics": self.metrics}
+        gets = {
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+            "/health": self.health,
+            "/metrics": self.metrics,
+        }
         return [
             Route(path, _answered(function), methods=[method])
             for method, functions in (("POST", posts), ("GET", gets))
@@ -85,15 +90,21 @@ class Api:
         return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
         limits = self._service.description
-        model = {
+        return {
             "id": self._model,
             "object": "model",
             "created": self._started,
             "owned_by": "semrl_jax",
             "max_model_len": limits.max_prompt_tokens + limits.max_response_tokens,
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def generate(self, request: Request) -> Response:
         body = await _read(request, GenerateBody)
@@ -132,8 +143,9 @@ class Api:
             raise ValueError(f"prompt={given!r} is empty; it needs at least one token.")
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
-        if body.stream and body.echo:
-            raise ValueError("echo=true and stream=true: the prompt is not streamed.")
+        if body.echo and (body.stream or body.logprobs is not None):
+            other = "stream" if body.stream else "logprobs"
+            raise ValueError(f"echo=true with {other}: it has only the response's tokens.")
         prompts = await asyncio.to_thread(
             lambda: [
                 self._texts.encode(each, True) if isinstance(each, str) else each for each in given
@@ -173,8 +185,13 @@ class Api:
             if calls := self._texts.tool_calls(ids, tools):
                 finish = "tool_calls"
                 message["tool_calls"] = [
-                    {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": each}
-                    for each in calls
+                    {
+                        "index": number,  # without it, clients cannot join the pieces of a stream
+                        "id": f"call_{secrets.token_hex(8)}",
+                        "type": "function",
+                        "function": each,
+                    }
+                    for number, each in enumerate(calls)
                 ]
             else:
                 message["content"] = self._texts.text(ids, body.stop_strings)
@@ -363,7 +380,10 @@ def _answered(function: Callable[[Request], Awaitable[Response]]):
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    body = _error_body(error.status_code, error.detail, None)
+    text = error.detail
+    if text == "Not Found":  # of no route of ours
+        text = f"there is no {request.url.path!r:.80}; a base URL ends in /v1."
+    body = _error_body(error.status_code, text, None)
     return JSONResponse(body, error.status_code, error.headers)
 
 
@@ -424,14 +444,17 @@ def _complete(rollout: Rollout) -> Rollout:
 
 async def _merged(jobs: Sequence[Job], pieces, *arguments) -> AsyncIterator[tuple[int, Any]]:
     """What several responses send, in the order in which it comes."""
-    queue: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
+    # A slow client's texts wait as token ids, which need less memory.
+    queue: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue(MAX_PIECES)
 
     async def forward(index: int, job: Job) -> None:
         try:
             async for found in pieces(job, *arguments):
-                queue.put_nowait((index, found))
-        finally:
-            queue.put_nowait(None)
+                await queue.put((index, found))
+        except Exception:  # not a cancellation: then nobody reads
+            await queue.put(None)
+            raise
+        await queue.put(None)
 
     tasks = [asyncio.create_task(forward(*each)) for each in enumerate(jobs)]
     try:

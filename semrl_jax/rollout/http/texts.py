@@ -11,7 +11,8 @@ from semrl_jax.data.chat_templates import TemplateError, render_chat
 from semrl_jax.data.stop_strings import TokenBytes, before_stop, stop_text
 from semrl_jax.data.templates import chat_template_text
 from semrl_jax.data.tokenizer import Tokenizer
-from semrl_jax.environments.tools.formats import choose_format
+from semrl_jax.environments.tools.formats import ToolFormat, choose_format
+from semrl_jax.environments.tools.functions import Answer
 
 
 class Texts:
@@ -37,7 +38,7 @@ class Texts:
             raise ValueError("the tokenizer has no chat template; take /v1/completions.")
         messages, form = [_as_templates_take(each) for each in messages], self._form(tools)
         if form and not form.in_template:
-            messages, tools = form.told(messages, tools), ()
+            messages, tools = form.told([_as_text(each, form) for each in messages], tools), ()
         template = chat_template_text(self.tokenizer, tools)
         try:
             (rendered,) = render_chat(self.tokenizer, template, [(messages, True)], tools=tools)
@@ -111,6 +112,8 @@ def _as_templates_take(message: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("messages: only parts of type 'text' are supported.")
         content = "".join(str(part.get("text", "")) for part in content)
     message["content"] = content
+    if message["role"] == "developer":  # OpenAI's newer name of it, which most templates ignore
+        message["role"] = "system"
     for call in message.get("tool_calls", ()):
         function = call.get("function", {})
         if isinstance(function.get("arguments"), str):
@@ -119,3 +122,16 @@ def _as_templates_take(message: Mapping[str, Any]) -> dict[str, Any]:
             except ValueError:
                 raise ValueError("messages: a tool call's arguments must be JSON.") from None
     return message
+
+
+def _as_text(message: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
+    """A message for a template that knows no tools: calls and answers in the form's own texts."""
+    if message["role"] == "tool":
+        return form.messages([Answer(message["content"])])[0]
+    calls = [
+        f"```json\n{json.dumps(each['function'])}\n```" for each in message.get("tool_calls", ())
+    ]
+    return {
+        "role": message["role"],
+        "content": "\n".join(filter(None, (message["content"], *calls))),
+    }

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.http.texts import Texts
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,
@@ -129,6 +130,27 @@ def test_completions_take_texts_and_token_ids(served):
     assert streamed == of_text
 
 
+def test_logprobs_of_an_echo_are_refused(served):
+    with pytest.raises(openai.BadRequestError, match="echo=true with logprobs"):
+        served.client.completions.create(model=MODEL, prompt="fox", echo=True, logprobs=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools_have_the_index_by_which_a_stream_is_joined(served, stream, monkeypatch):
+    tool = {"type": "function", "function": {"name": "add"}}
+    found = [{"name": "add", "arguments": "{}"}] * 2
+    monkeypatch.setattr(Texts, "tool_calls", lambda self, ids, tools: found if tools else [])
+    options = {"model": MODEL, "messages": ASKED, "tools": [tool], "max_tokens": 4}
+    if stream:
+        with served.client.chat.completions.stream(**options) as events:
+            choice = events.get_final_completion().choices[0]
+    else:
+        choice = chat(served, **options).choices[0]
+    calls = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert [(call.function.name, call.index) for call in calls] == [("add", 0), ("add", 1)]
+
+
 def test_metrics_are_those_that_a_replica_measures(served):
     asked = {"metrics": ["effective_rank"], "metric_stride": 4}
     names = "effective_rank", "effective_rank_velocity", "effective_rank_acceleration"
@@ -166,6 +188,12 @@ def test_requests_that_come_together_share_calls(served, monkeypatch):
 def test_models_and_a_wrong_name(served):
     (model,) = served.client.models.list()
     assert (model.id, model.max_model_len) == (MODEL, 256 + 48)
+    assert served.client.models.retrieve(MODEL) == model
+    with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here"):
+        served.client.models.retrieve("gpt-4")
+    without_v1 = served.client.with_options(base_url=served.url)
+    with pytest.raises(openai.NotFoundError, match="no '/models'; a base URL ends in /v1"):
+        without_v1.models.list()
     with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here; ask for 'tiny'"):
         chat(served, model="gpt-4")
 

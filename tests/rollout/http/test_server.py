@@ -1,5 +1,6 @@
 """The server of HTTP: hostile clients, clients that leave, weights, TLS, and what is loaded."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -160,6 +161,24 @@ def test_a_client_that_leaves_ends_its_response(fake, stream):
         sock.sendall(head(ROUTES[1], len(data)) + data)
         wait_until(lambda: served.engine.num_hung == 1)
     wait_until(lambda: served.engine.num_closed == 1)
+
+
+def test_a_stream_does_not_run_ahead_of_a_slow_client():
+    made = []
+
+    async def pieces(job):
+        for piece in range(1000):
+            made.append(piece)
+            yield piece
+
+    async def read():
+        async with contextlib.aclosing(app._merged([0, 1], pieces)) as merged:
+            first = await anext(merged)
+            await asyncio.sleep(0.05)
+            return first
+
+    assert asyncio.run(read()) == (0, 0)
+    assert len(made) < 2 * app.MAX_PIECES
 
 
 def test_an_aborted_response_is_an_error_that_clients_retry(fake):

@@ -56,4 +56,14 @@ def test_tools_are_told_and_their_calls_found(texts):
         {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
     ]}  # fmt: skip
     answer = {"role": "tool", "tool_call_id": "1", "content": "warm"}
-    assert "warm" in texts.tokenizer.decode(texts.chat([*asked, called, answer], [WEATHER]))
+    prompt = texts.tokenizer.decode(texts.chat([*asked, called, answer], [WEATHER]))
+    assert '```json\n{"name": "weather", "arguments": {}}\n```' in prompt
+    assert "<tool_response>\nwarm\n</tool_response>" in prompt
+
+
+def test_a_developer_is_the_system(texts):
+    def prompt(role):
+        said = [{"role": role, "content": "Sum."}, {"role": "user", "content": "1 + 2"}]
+        return texts.chat(said, ())
+
+    assert prompt("developer") == prompt("system")
