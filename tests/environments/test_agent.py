@@ -10,7 +10,7 @@ from semrl_jax.environments.kinds import agent
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.support.errors import UserError
 from tests.environments.test_pool import section
-from tests.rollout.conftest import wait_until
+from tests.running import wait_until
 
 PROGRAM = """
 import atexit, json, os, sys

@@ -40,6 +40,7 @@ from semrl_jax.types import MetricParams, Rollout, SamplingParams
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_PIECES = 64  # of a stream, that wait for a client
+_OPEN = ("/health", "/metrics")  # without a token
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 400,  # a prompt or a response that is too long
