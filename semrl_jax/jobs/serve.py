@@ -45,10 +45,11 @@ class Followed:
                     if serves is None:
                         ready()
                     serves = self.source
-                except UserError as error:
+                except Exception as error:  # the trainer may remove the checkpoint meanwhile
                     if serves is None:
                         raise
-                    self._announce(f"{error} The weights of {serves.name} stay.")
+                    reason = " ".join(str(error).split())
+                    self._announce(f"{reason:.300} The weights of {serves.name} stay.")
             if not names_run(self._path):
                 return
             await asyncio.sleep(CHECK_S)

@@ -58,8 +58,15 @@ class Api:
         self._futures, self._work, self._limits = futures, work, work.limits
         self._tokenizer_id = tokenizer_id
         self._waiting: dict[str, set[asyncio.Event]] = {}  # by id of a request
+        self._is_closed = False
         loop = asyncio.get_running_loop()
         work.on_end = lambda request_id: loop.call_soon_threadsafe(self._ended, request_id)
+
+    def close(self) -> None:
+        """Answers those that wait; they ask the next server."""
+        self._is_closed = True
+        for request_id in self._waiting:
+            self._ended(request_id)
 
     def routes(self) -> list[Route]:
         posts = {
@@ -226,7 +233,7 @@ class Api:
         event = asyncio.Event()
         self._waiting.setdefault(name, set()).add(event)  # before the look: no end is missed
         try:
-            if (found := self._find(name)) is None:
+            if (found := self._find(name)) is None and not self._is_closed:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), POLL_S)
                 found = self._find(name)

@@ -87,9 +87,9 @@ def serve(
     tokenizer_id = os.path.abspath(path) if os.path.isdir(path) else path
 
     async def run(work: Work, futures: Futures) -> None:
-        app = make_app(Api(futures, work, tokenizer_id), key)
+        api = Api(futures, work, tokenizer_id)
         tls = {"certificate": tls_certificate, "key": tls_key}
-        server = HttpServer(app, host, port, **tls)
+        server = HttpServer(make_app(api, key), host, port, **tls)
         work.start()
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -97,6 +97,7 @@ def serve(
         scheme = "https" if tls_certificate else "http"
         announce(f"serves {work.limits.name} to Tinker's SDK at {scheme}://{host}:{server.port}")
         await stopped.wait()
+        api.close()
         await server.close(GRACE_S)
 
     futures = Futures(workdir / "futures.sqlite3")

@@ -1,7 +1,9 @@
 """The server over HTTP, by hand: training, sampling, weights, wrong requests, a killed server."""
 
+import concurrent.futures
 import json
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -209,6 +211,26 @@ def test_a_killed_server_goes_on(own_server):
     own_server.step(model, 6, learning_rate=0.02)
     losses += train(own_server, model, 1, first=7)
     assert losses == pytest.approx(undisturbed, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_answers_those_that_wait(own_server):
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        session = own_server.session()
+        body = sample_body(base_sampler(own_server, session), 0, [5], max_tokens=900, stop=[])
+        _, accepted = own_server.ask("asample", body)
+        waits = threads.submit(
+            own_server.ask, "retrieve_future", {"request_id": accepted["request_id"]}
+        )
+        time.sleep(0.5)
+        assert own_server.stop() == 0
+        assert waits.result()[0] == 408
+    own_server.start()  # does the request, which is not sent again
+    _, found = own_server.ask("retrieve_future", {"request_id": accepted["request_id"]})
+    while isinstance(found, dict):
+        assert found["type"] == "try_again"
+        _, found = own_server.ask("retrieve_future", {"request_id": accepted["request_id"]})
+    assert len(pb.SampleResponse.FromString(found).sequences) == 2
 
 
 @pytest.mark.parametrize(

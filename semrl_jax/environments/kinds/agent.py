@@ -12,16 +12,19 @@ import json
 import os
 import pathlib
 import queue
+import random
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from semrl_jax.data import read_rows
 from semrl_jax.environments.interface import Message, Turn
 from semrl_jax.environments.tools.formats import choose_format
 from semrl_jax.environments.tools.functions import Answer
+from semrl_jax.support.errors import UserError
 
 FORM = choose_format(None, "hermes")
 MAX_BODY_BYTES = 8 * 2**20
@@ -29,11 +32,11 @@ MAX_PRINTED_BYTES = 2000  # of the program's last line, and of its error
 
 
 class Environment:
-    """The tasks of a JSONL file, each for a run of a program.
+    """The tasks of a file, each for a run of a program.
 
     Args:
       program: path of a Python file, or of another executable.
-      tasks: path of a file with a JSON object per line.
+      tasks: a .jsonl or .parquet file; a row is a task.
     """
 
     def __init__(self, program: str, tasks: str):
@@ -41,11 +44,11 @@ class Environment:
             raise ValueError(f"program={program!r} is no file")
         program = os.path.abspath(program)
         self._command = [sys.executable, program] if program.endswith(".py") else [program]
-        self._tasks = [json.loads(line) for line in pathlib.Path(tasks).read_text().splitlines()]
+        self._tasks = list(_tasks(tasks))
         self._process: subprocess.Popen | None = None
 
     def tasks(self, seed: int, count: int) -> list[dict[str, Any]]:
-        return [self._tasks[(seed + i) % len(self._tasks)] for i in range(count)]
+        return random.Random(seed).sample(self._tasks, min(count, len(self._tasks)))
 
     def reset(self, task: Mapping[str, Any], seed: int) -> list[Message]:
         if self._process is not None:  # of another task, whose first question was enough
@@ -125,6 +128,13 @@ class Environment:
             return float(_last_line(self._output))
         except ValueError:
             return float(self._process.returncode == 0)
+
+
+def _tasks(file: str) -> Iterator[dict[str, Any]]:
+    for where, row in read_rows(file):
+        if isinstance(row, UserError):
+            raise UserError(f"tasks: {where}: {row}")
+        yield row
 
 
 class _Question:

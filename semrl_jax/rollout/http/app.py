@@ -33,8 +33,9 @@ from semrl_jax.rollout.http.requests import (
     message_of,
 )
 from semrl_jax.rollout.http.texts import StreamedText, Texts
-from semrl_jax.rollout.server.request_checks import Refused, status_of
+from semrl_jax.rollout.server.request_checks import Refused, refused_if_invalid, status_of
 from semrl_jax.rollout.server.service import RolloutService
+from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import check_token
 from semrl_jax.types import MetricParams, Rollout, SamplingParams
 
@@ -91,13 +92,13 @@ class Api:
         return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._described())
+        return JSONResponse(self._card())
 
-    def _described(self) -> dict[str, Any]:
+    def _card(self) -> dict[str, Any]:
         limits = self._service.description
         return {
             "id": self._model,
@@ -144,6 +145,8 @@ class Api:
             raise ValueError(f"prompt={given!r} is empty; it needs at least one token.")
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
+        with refused_if_invalid():  # before anything is made of each
+            codec.check_num_samples(len(given) * body.n, self._service.description)
         if body.echo and (body.stream or body.logprobs is not None):
             other = "stream" if body.stream else "logprobs"
             raise ValueError(f"echo=true with {other}: it has only the response's tokens.")

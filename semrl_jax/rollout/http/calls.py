@@ -92,7 +92,8 @@ class Calls:
             yield jobs
         finally:
             for job in jobs:
-                job.rollout.cancel()
+                if not job.rollout.cancel() and not job.rollout.cancelled():
+                    job.rollout.exception()  # else asyncio logs one that nobody asked for
 
     def _call(self, jobs: Sequence[Job]) -> codec.GenerateCall:
         loop, how = asyncio.get_running_loop(), jobs[0].how

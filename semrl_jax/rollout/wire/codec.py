@@ -226,7 +226,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
         metrics = _record(MetricParams, message.metrics)
     _check_params(sampling, hidden_states, metrics, limits)
     num_samples, num_prompts = len(message.samples), len(message.prompts)
-    _check_num_samples(num_samples, limits)
+    check_num_samples(num_samples, limits)
     if num_prompts > num_samples:
         raise ValueError(f"{num_prompts} prompts for {num_samples} samples; send each once.")
     arrays = [_checked_prompt(i, p.token_ids, limits) for i, p in enumerate(message.prompts)]
@@ -251,7 +251,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
 def check_call(call: GenerateCall, limits: ReplicaDescription) -> None:
     """Checks a call that no message carried; raises as `decode_request`."""
     _check_params(call.sampling, call.hidden_states, call.metrics, limits)
-    _check_num_samples(len(call.requests), limits)
+    check_num_samples(len(call.requests), limits)
     prompts = {id(request.prompt_ids): request.prompt_ids for request in call.requests}
     for i, prompt_ids in enumerate(prompts.values()):
         _checked_prompt(i, prompt_ids, limits)
@@ -564,7 +564,7 @@ def _check_params(
         _check_metrics(metrics, hidden_states, limits)
 
 
-def _check_num_samples(count: int, limits: ReplicaDescription) -> None:
+def check_num_samples(count: int, limits: ReplicaDescription) -> None:
     if count == 0:
         raise ValueError("samples is empty; a call needs at least one.")
     if count > limits.max_prompts:

@@ -226,6 +226,15 @@ def test_what_cannot_be_done_is_one_line(served, options, message):
     assert chat(served, max_tokens=1).choices
 
 
+def test_too_many_responses_are_refused_before_a_text_is_read(served, monkeypatch):
+    texts = []
+    encode = Texts.encode
+    monkeypatch.setattr(Texts, "encode", lambda self, *a: texts.append(a) or encode(self, *a))
+    with pytest.raises(openai.BadRequestError, match="102400 samples; the replica takes 65536"):
+        served.client.completions.create(model=MODEL, prompt=["fox"] * 100, n=1024)
+    assert not texts
+
+
 def test_a_wrong_token_is_refused(served):
     for key in ("wrong", TOKEN + "x", TOKEN[:-1]):
         with pytest.raises(openai.AuthenticationError, match="token is missing or wrong"):
