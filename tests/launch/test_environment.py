@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.fixtures import save_chat_model
+from tests.fixtures import read_rows, save_chat_model
 from tests.launch.comparison import assert_same_run
 from tests.launch.conftest import TINY, succeed, xla_flags
 from tests.launch.processes import finish, start_processes
@@ -98,3 +98,40 @@ def test_two_processes_play_the_episodes_of_one(flags, more, tmp_path):
         assert code == 0, err
     finished(tmp_path / "one", flags, TINY, env={"XLA_FLAGS": xla_flags(4)})
     assert_close_rows(tmp_path / "two", tmp_path / "one")
+
+
+AGENT = """
+import json, os, urllib.request
+
+messages = [{"role": "user", "content": json.loads(os.environ["TASK"])["question"]}]
+
+def ask():
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, json.dumps({"messages": messages}).encode())
+    with urllib.request.urlopen(request) as answer:
+        messages.append(json.load(answer)["choices"][0]["message"])
+    return messages[-1]["content"]
+
+first = ask()
+messages.append({"role": "user", "content": "More!"})
+print(len(set(first + ask())) / 30)
+"""
+
+
+@pytest.mark.soak
+def test_an_agent_that_knows_a_url_is_trained_on(flags, tmp_path):
+    """Two turns an episode, rewards that differ, and the same rows after a kill."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    rows = "\n".join(f'{{"question": "Write about w{number}."}}' for number in range(12))
+    (tmp_path / "tasks.jsonl").write_text(rows)
+    name = f"agent:program={tmp_path}/agent.py:tasks={tmp_path}/tasks.jsonl"
+    flags, mark = (*flags, f"--config.environment.name={name}"), "agents"
+    finished(tmp_path / "whole", flags, env=environment("none"))
+    kill_once("turn:30 0.02", tmp_path / "run", flags, np.random.default_rng(0), mark)
+    finished(tmp_path / "run", flags, env=environment(mark))
+    assert_same_run(tmp_path / "run", tmp_path / "whole", NUM_STEPS)
+    assert_no_orphans(mark)
+    rows = [row for row in read_rows(tmp_path / "whole") if "episode/turns/mean" in row]
+    assert len(rows) == NUM_STEPS and all(1 < row["episode/turns/mean"] <= 2 for row in rows)
+    assert all(row["reward/max"] > row["reward/min"] for row in rows)
+    assert all(row["episode/failed_fraction"] == 0 for row in rows)
