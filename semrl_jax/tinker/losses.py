@@ -4,7 +4,8 @@ They take log-probabilities p of the target tokens, with gradient, and arrays of
 the client sends: weights w, or advantages A and the sampler's log-probabilities q. r = exp(p - q).
 `sg` stops the gradient.
 
-Source: the page "Loss functions" of Tinker's documentation, with its defaults.
+Source: the pages "Loss functions" and "GSPO" of Tinker's documentation, with the defaults of the
+first. Those of GSPO are the paper's (arXiv 2507.18071, section 5.1).
 """
 
 from __future__ import annotations
@@ -65,6 +66,19 @@ def dro(p: Tokens, inputs: Inputs, options: Options) -> Tokens:
     return -(p * inputs["advantages"] - penalty)
 
 
+def gspo(p: Tokens, inputs: Inputs, options: Options) -> Tokens:
+    """-min(s A, clip(s, low, high) A), where s is the geometric mean of r over the masked tokens.
+
+    At each token s has the gradient of that token's log-probability alone.
+    """
+    is_counted = inputs["sequence_ratio_mask"] != 0
+    fixed = jax.lax.stop_gradient(p)
+    total = jnp.sum(jnp.where(is_counted, fixed - inputs["logprobs"], 0.0), axis=-1, keepdims=True)
+    mean = total / jnp.maximum(jnp.sum(is_counted, axis=-1, keepdims=True), 1)
+    ratio, advantages = jnp.exp(mean + p - fixed), inputs["advantages"]
+    return -jnp.minimum(ratio * advantages, _clipped(ratio, options) * advantages)
+
+
 def _ratio(p, inputs):
     return jnp.exp(p - inputs["logprobs"])
 
@@ -80,4 +94,9 @@ LOSSES: Mapping[str, Loss] = {
     "ppo": Loss(ppo, _OF_POLICY, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": Loss(cispo, _OF_POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": Loss(dro, _OF_POLICY, {"beta": 0.05}),
+    "gspo": Loss(
+        gspo,
+        (*_OF_POLICY, "sequence_ratio_mask"),
+        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    ),
 }

@@ -39,17 +39,29 @@ def dro(p, q, advantages):
     return loss, -(advantages - BETA * (p - q))
 
 
-ORACLES = {f.__name__: f for f in (cross_entropy, importance_sampling, ppo, cispo, dro)}
+def gspo(p, q, advantages, mask):
+    ratio = np.exp(np.array([[(a - b)[m != 0].mean()] for a, b, m in zip(p, q, mask)]))
+    clipped = np.clip(ratio, LOW, HIGH)
+    is_plain = ratio * advantages <= clipped * advantages
+    return (
+        -np.minimum(ratio * advantages, clipped * advantages).sum(),
+        np.where(is_plain, -ratio * advantages, 0.0),
+    )
+
+
+ORACLES = {f.__name__: f for f in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo)}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_gradients_match_the_formulas(name):
     random = np.random.default_rng(0)
     p = -random.exponential(size=(3, 40))
+    shift = np.array([[-0.5], [0.0], [0.6]])  # GSPO clips two sequences of three
     arrays = {
-        "logprobs": p + random.normal(scale=0.5, size=p.shape),
+        "logprobs": p + random.normal(scale=0.5, size=p.shape) + shift,
         "advantages": random.normal(size=p.shape),
         "weights": random.integers(0, 2, size=p.shape).astype(float),
+        "sequence_ratio_mask": random.integers(0, 2, size=p.shape).astype(float),
     }
     loss = LOSSES[name]
     inputs = {key: jnp.float32(arrays[key]) for key in loss.inputs}

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -29,9 +29,6 @@ from semrl_jax.rollout.wire.auth import (
 from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import WeightVersion
-
-if TYPE_CHECKING:
-    from semrl_jax.rollout.http.server import HttpServer
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +71,7 @@ class RolloutServer:
     _service: RolloutService
     _server: grpc.aio.Server
     _health: health.aio.HealthServicer
-    _http: HttpServer | None
+    _http: Any  # HttpServer, whose packages are loaded only where HTTP is served; or None
 
     def __post_init__(self):
         self._watch = asyncio.create_task(self._watch_engine())
