@@ -64,8 +64,9 @@ whitened advantages, not on the returns. `critic/explained_variance` shows how w
 
 ## KL in the reward
 
-`algorithms.advantage.kl_reward_coefficient` (`ppo`, `reinforce_plus_plus`) subtracts the KL from
-the reward of each token. `algorithms.loss.kl_coefficient` must then be 0. With
+`algorithms.advantage.kl_reward_coefficient` (`ppo`, `reinforce_plus_plus`, `grpo`, `dr_grpo`,
+`rloo`, `opo`) subtracts the KL from the reward of each token. Those that compare responses take the
+sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must then be 0. With
 `algorithms.advantage.kl_target` the coefficient is multiplied after each step by
 1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), and logged as
 `algorithm/kl_coefficient`.

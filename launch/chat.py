@@ -55,6 +55,7 @@ DEFAULTS = {
     "evaluation.temperature": 1.0,
     "evaluation.top_p": 1.0,
     "evaluation.top_k": 0,
+    "evaluation.min_p": 0.0,
     "evaluation.metrics": True,
     "environment.name": "",
 }

@@ -16,14 +16,14 @@ from launch import cli
 from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import run_of
-from semrl_jax.types import HiddenStateParams
+from semrl_jax.types import DISTRIBUTION, HiddenStateParams
 
-SAMPLING = ("temperature", "top_p", "top_k")  # in config.rollout and in config.evaluation
 STATE_KINDS = ("decode", "prefill")
 Fields = Mapping[str, tuple[str, str, str]]  # field of the config, kind and help, by flag
 # Flags of every command that samples.
 OF_SAMPLING: Fields = {
     "top_k": ("evaluation.top_k", "integer", "default 0: all tokens"),
+    "min_p": ("evaluation.min_p", "float", "default 0: all tokens"),
     "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
     "engine": ("rollout.engine", "string", "jax or vllm"),
     "seed": ("seed", "integer", "of the sampling"),
@@ -93,7 +93,7 @@ def chosen_fields(
         raise UserError(f"--config.{wrong[0]} has no meaning in {command}; leave it out.")
     found = {field: value for field, value in defaults.items() if field not in overridden}
     given = fields_of_flags(fields, values, overridden)
-    for name in SAMPLING:
+    for name in DISTRIBUTION:
         field, of_training = f"evaluation.{name}", f"rollout.{name}"
         if of_training not in overridden:
             continue

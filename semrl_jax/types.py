@@ -24,6 +24,8 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 TURN_METRICS = {
     f"turn_{key.label}": key for key in (MetricKey("effective_rank", order) for order in ORDERS)
 }
+# Fields of `SamplingParams` that config.rollout and config.evaluation have, too.
+DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 MAX_STOP_STRINGS = 64  # of a call
 MAX_STOP_CHARACTERS = 128  # of a stop string
 
@@ -90,6 +92,8 @@ class SamplingParams:
       temperature: divides the logits; 0 is greedy.
       top_p: keeps the smallest set of tokens with at least this probability; 1 keeps all.
       top_k: keeps the k likeliest tokens; 0 keeps all.
+      min_p: keeps tokens with at least this share of the largest probability; before top_k and
+        top_p. 0 keeps all.
       max_tokens: response limit in tokens, the end token included.
       eos_token_ids, stop_token_ids: end a response with finish reason "eos" or "stop"; the token
         stays in the response.
@@ -105,6 +109,12 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    min_p: float = 0.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the probabilities of some tokens may become 0."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,18 @@ Source: arXiv:2503.20783.
 from __future__ import annotations
 
 from semrl_jax.algorithms.groups import centred
-from semrl_jax.algorithms.objective import Objective as Options
+from semrl_jax.algorithms.kl_reward import KLReward as Options
+from semrl_jax.algorithms.kl_reward import first_state, less_kl, next_state
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
 from semrl_jax.algorithms.turn_credit import each_turn
 
-__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+__all__ = [
+    "Options", "advantages", "first_state", "loss", "needs", "next_state", "token_weights",
+]  # fmt: skip
 
 
+@less_kl
 @each_turn
 def advantages(rewards, lengths, options):
     return centred(rewards, lengths)

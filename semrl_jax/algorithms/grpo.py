@@ -10,21 +10,25 @@ from __future__ import annotations
 import dataclasses
 
 from semrl_jax.algorithms.groups import group_relative_advantages
-from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.kl_reward import KLReward, first_state, less_kl, next_state
 from semrl_jax.algorithms.objective import group_needs as needs
+from semrl_jax.algorithms.objective import loss, token_weights
 from semrl_jax.algorithms.turn_credit import each_turn
 from semrl_jax.support.fields import setting
 
-__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+__all__ = [
+    "Options", "advantages", "first_state", "loss", "needs", "next_state", "token_weights",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Objective):
-    """Own options; see `Objective` for the others."""
+class Options(KLReward):
+    """Own options; see `KLReward` for the others."""
 
     epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
 
 
+@less_kl
 @each_turn
 def advantages(rewards, lengths, options):
     return group_relative_advantages(rewards, epsilon=options.epsilon, lengths=lengths)

@@ -1,12 +1,15 @@
 """A KL from the reference as part of each token's reward, with a fixed or adaptive coefficient.
 
 An algorithm with such a reward extends `KLReward` with its `Options`, and takes `first_state` and
-`next_state` from here.
+`next_state` from here. One that compares the rewards of responses has `less_kl` around its
+`advantages`: the reward of a response, or of a turn, is less the sum over its tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -74,6 +77,26 @@ def token_rewards(
     coefficient = options.kl_reward_coefficient if state is None else state["kl_coefficient"]
     penalised, _ = _penalised(at_tokens, passes, mask, options, coefficient)
     return penalised
+
+
+def less_kl(advantages: Callable[..., Array]) -> Callable[..., Float[Array, "B T"]]:
+    """Makes `advantages` of rewards take those less coefficient * KL."""
+
+    @functools.wraps(advantages)
+    def found(
+        rewards: Float[Array, "P G *tokens"],
+        passes: Passes,
+        response_mask: Bool[Array, "B T"],
+        options: KLReward,
+        state: dict[str, Float[Array, ""]] | None = None,
+    ) -> Float[Array, "B T"]:
+        if options.kl_reward_coefficient:
+            at_tokens = token_rewards(rewards, passes, response_mask, options, state)
+            left = at_tokens.reshape(*rewards.shape[:2], -1)
+            rewards = jnp.sum(left, axis=2) if rewards.ndim == 2 else left
+        return advantages(rewards, passes, response_mask, options)
+
+    return found
 
 
 def first_state(options: KLReward) -> dict[str, float]:

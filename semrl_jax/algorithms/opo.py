@@ -14,14 +14,18 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import centred, first_reward
-from semrl_jax.algorithms.objective import Objective as Options
+from semrl_jax.algorithms.kl_reward import KLReward as Options
+from semrl_jax.algorithms.kl_reward import first_state, less_kl, next_state
 from semrl_jax.algorithms.objective import group_needs as needs
 from semrl_jax.algorithms.objective import loss, token_weights
 from semrl_jax.algorithms.turn_credit import by_turn
 
-__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+__all__ = [
+    "Options", "advantages", "first_state", "loss", "needs", "next_state", "token_weights",
+]  # fmt: skip
 
 
+@less_kl
 def advantages(
     rewards: Float[Array, "P G *tokens"],
     passes: Passes,

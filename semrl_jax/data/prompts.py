@@ -45,6 +45,7 @@ class PromptDataset:
     examples: tuple[PromptExample, ...]
     num_too_long: int = 0
     num_bad_rows: int = 0
+    is_shuffled: bool = True  # whether an epoch has an order of its own
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -78,8 +79,8 @@ def next_prompts(
         take = min(count - len(prompts), size - cursor)
         if not take:
             return prompts, (epoch, cursor)
-        order = prompt_order(size, seed, epoch)[cursor : cursor + take]
-        prompts += [dataset.examples[i] for i in order]
+        order = prompt_order(size, seed, epoch) if dataset.is_shuffled else np.arange(size)
+        prompts += [dataset.examples[i] for i in order[cursor : cursor + take]]
         cursor += take
 
 

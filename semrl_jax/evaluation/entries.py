@@ -21,10 +21,10 @@ from semrl_jax.support.errors import UserError
 FIELD = "evaluation.benchmarks"
 GRADER = "benchmark"  # verifier of named sets
 # Settings of the evaluator; the others say how problems are read.
-EVALUATOR_SETTINGS = ("n", "temperature", "top_p", "top_k", "verifier")
+EVALUATOR_SETTINGS = ("n", "temperature", "top_p", "top_k", "min_p", "verifier")
 SET_SETTINGS = ("num_problems", "template", "name", "shots", *EVALUATOR_SETTINGS)
 # All others of an entry are options of the environment, which grades its episodes itself.
-ENVIRONMENT_SETTINGS = ("num_problems", "name", "n", "temperature", "top_p", "top_k")
+ENVIRONMENT_SETTINGS = ("num_problems", "name", "n", "temperature", "top_p", "top_k", "min_p")
 
 
 class Entry(NamedTuple):

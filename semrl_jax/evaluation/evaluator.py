@@ -31,10 +31,10 @@ from semrl_jax.settings.rollout import MIN_TEMPERATURE
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import running
-from semrl_jax.types import Rollout, SampleRequest
+from semrl_jax.types import DISTRIBUTION, Rollout, SampleRequest
 
 # Settings of the sampling that an entry of `evaluation.benchmarks` may have of its own.
-SAMPLING = ("n", "temperature", "top_p", "top_k")
+SAMPLING = ("n", *DISTRIBUTION)
 
 
 class Evaluation(NamedTuple):
@@ -166,6 +166,7 @@ class Evaluator:
             temperature=plan.temperature,
             top_p=plan.top_p,
             top_k=plan.top_k,
+            min_p=plan.min_p,
             stop_strings=self.config.evaluation.stop_strings,
             measuring=Measuring(options, self.measurer) if self.config.evaluation.metrics else None,
             arrived=arrived,
@@ -303,6 +304,8 @@ def _check_plan(plan: Plan) -> None:
         raise ValueError(f"temperature={plan.temperature} must be 0 or at least {MIN_TEMPERATURE}")
     if not 0 < plan.top_p <= 1:
         raise ValueError(f"top_p={plan.top_p} must be in (0, 1]")
+    if not 0 <= plan.min_p <= 1:
+        raise ValueError(f"min_p={plan.min_p} must be in [0, 1]")
 
 
 def most_requests(

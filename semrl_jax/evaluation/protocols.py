@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
 
 
 class PerProblem(NamedTuple):

@@ -20,6 +20,7 @@ def plan(options: ml_collections.ConfigDict) -> Plan:
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
+        min_p=options.min_p,
     )
 
 

@@ -337,6 +337,7 @@ def _sampling_text(config: ml_collections.ConfigDict) -> str:
     options = config.evaluation
     how = [f"temperature {options.temperature:g}", f"top-p {options.top_p:g}"]
     how += [f"top-k {options.top_k}"] * (options.top_k > 0)
+    how += [f"min-p {options.min_p:g}"] * (options.min_p > 0)
     if options.temperature == 0:
         how = ["greedy"]
     return ", ".join([*how, f"at most {config.rollout.max_response_tokens} tokens"])

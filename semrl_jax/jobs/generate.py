@@ -29,15 +29,14 @@ from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
 from semrl_jax.support import response_files
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import HiddenStateParams, Rollout, SampleRequest
+from semrl_jax.types import DISTRIBUTION, HiddenStateParams, Rollout, SampleRequest
 
 RECORD = "generation.json"
 GRADER_OPTIONS = ("timeout_s", "num_workers", "memory_limit_gib")  # of config.rewards
 MAX_STATE_BYTES = 2**30  # of hidden states of one call, which are in memory together
 # Further settings that decide which responses are sampled, and what is written of them.
 FIELDS = (
-    "evaluation.n", "evaluation.temperature", "evaluation.top_p", "evaluation.top_k",
-    "evaluation.verifier",
+    "evaluation.n", *(f"evaluation.{name}" for name in DISTRIBUTION), "evaluation.verifier",
 )  # fmt: skip
 
 
@@ -184,7 +183,7 @@ class Generation(NamedTuple):
             stop_strings=config.evaluation.stop_strings,
             states=states,
             arrived=arrived,
-            **{name: config.evaluation[name] for name in ("temperature", "top_p", "top_k")},
+            **{name: config.evaluation[name] for name in DISTRIBUTION},
         )
         table = files.response_table(
             items,

@@ -143,6 +143,7 @@ class LanguageModel(contextlib.AbstractContextManager):
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
         seed: int = 0,
         states: bool = False,
     ) -> list[list[Response]]:
@@ -153,7 +154,7 @@ class LanguageModel(contextlib.AbstractContextManager):
           n: responses to each.
           max_tokens: of a response.
           temperature: 0 is greedy.
-          top_p, top_k: keep the most probable tokens; 1 and 0 keep all.
+          top_p, top_k, min_p: keep the most probable tokens; 1, 0 and 0 keep all.
           seed: of all random numbers.
           states: whether the responses have their hidden states, of the final layer.
         """
@@ -167,7 +168,9 @@ class LanguageModel(contextlib.AbstractContextManager):
         if not requests:
             return [[] for _ in encoded]
         client, version = self._opened()
-        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, eos_token_ids=self._ends)
+        sampling = SamplingParams(
+            max_tokens, temperature, top_p, top_k, eos_token_ids=self._ends, min_p=min_p
+        )
         kept = HiddenStateParams((-1,) if states else (), "float32")
         rollouts = client.generate(requests, sampling, kept, version=version)
         found = {rollout.sample_id: self._response(rollout) for rollout in rollouts}

@@ -27,6 +27,7 @@ from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.setup import check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.rollout import weight_dtype
+from semrl_jax.settings.training import updates_per_step
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import PASS, UPDATE, PassPlan
 
@@ -168,13 +169,13 @@ def _training(
             "tensor": 2 * of_states,
         },
     )
-    updates = -(-config.data.prompts_per_step // training.prompts_per_minibatch)
+    updates = updates_per_step(config)
     found = {"update": update | {"runs": updates, "bytes": sizes | {"total": sum(sizes.values())}}}
     if count := int(plan.has_pass) + references[PASS]:
         forward = int(plan.has_pass) * needed.forward + references[PASS] * of_reference
         sent = {"fsdp": count * micro * gathered, "tensor": count * of_states}
         one = _times(where, mesh.shape, forward, forward, count * micro * number * kernels, sent)
-        found["pass"] = one | {"runs": updates}
+        found["pass"] = one | {"runs": updates // training.ppo_epochs}
     return found
 
 

@@ -25,6 +25,7 @@ from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.memory import num_parameters, num_trained, per_parameter, size_text, width
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
+from semrl_jax.settings.training import updates_per_step
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import UPDATE
 
@@ -158,7 +159,9 @@ def _read(compiled: Compiled, programs: Programs) -> dict[str, Any]:
     else:
         layout = programs.layout()
         tokens, slots = int(layout.shard_tokens.sum()), int((layout.slots >= 0).sum())
-        runs = -(-config.data.prompts_per_step // config.training.prompts_per_minibatch)
+        runs = updates_per_step(config)
+        if compiled.name == "pass":
+            runs //= config.training.ppo_epochs
         if (lora := programs.learner.lora) is not None:
             adapters = models.peft.num_parameters(programs.architecture, lora)
     needed = roofline.products(

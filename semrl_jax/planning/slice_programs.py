@@ -194,6 +194,7 @@ class Programs:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            min_p=rollout.min_p,
             eos_token_ids=(0,),
         )
         kind, values = split_sampling(sampling)

@@ -341,12 +341,12 @@ def _check_importance(config: ml_collections.ConfigDict) -> None:
     level, rollout = importance_options(config)["level"], config.rollout
     field = "level" if level == config.algorithms.importance.level else "level_ahead"
     # Log-probabilities of a truncated distribution are renormalised, so they are not comparable.
-    for of, truncates in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
-        if level != "none" and truncates:
+    for of, whole in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        if level != "none" and rollout[of] != whole:
             raise UserError(
                 f"algorithms.importance.{field}={level!r} compares log-probabilities of "
                 f"the whole vocabulary, but rollout.{of}={rollout[of]} samples from a part of it; "
-                f"set rollout.top_p=1.0 and rollout.top_k=0, or {field} to 'none'."
+                f"set rollout.{of}={whole}, or {field} to 'none'."
             )
 
 

@@ -42,6 +42,7 @@ from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import check_workdir
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.settings.rewards import reward_functions
+from semrl_jax.settings.training import updates_per_step
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import START, names_run, record_of
@@ -83,7 +84,7 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
         source.check(inputs.policy)
     resumed = check_workdir(workdir, given, inputs.hashes())
     say_model(config, source, inputs.policy, summary)
-    prompts, problems, data = len(inputs.prompts), len(inputs.problems), config.data
+    prompts, problems = len(inputs.prompts), len(inputs.problems)
     summary("data", f"{prompts} prompts", f"{problems} held-out problems")
     names = [f.function for f in reward_functions(config.rewards.functions)]
     own = f"environment {config.environment.name}" if config.environment.name else "math"
@@ -92,7 +93,7 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
         "training",
         f"{config.algorithms.name}",
         f"{config.training.num_steps} steps of {config.training.responses_per_step} responses",
-        f"{data.prompts_per_step // config.training.prompts_per_minibatch} update(s) per step",
+        f"{updates_per_step(config)} update(s) per step",
     )
     check_replicas(config, inputs.policy, inputs.tokenizer, pathlib.Path(workdir), summary)
     _say_memory(config, inputs, mesh, summary)

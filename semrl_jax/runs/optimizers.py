@@ -6,6 +6,7 @@ import math
 
 import ml_collections
 
+from semrl_jax.settings.training import updates_per_step
 from semrl_jax.training.optimizer import Optimizer, load_direction, make_optimizer
 
 
@@ -20,7 +21,13 @@ def optimizer_of(config: ml_collections.ConfigDict, name: str, num_steps: int = 
             "final_fraction": section.final_fraction,
         }
     else:
-        rate = {"learning_rate_warmup_steps": section.learning_rate_warmup_steps}
+        rate = {
+            "learning_rate_warmup_steps": section.learning_rate_warmup_steps,
+            "kind": section.learning_rate_schedule,
+        }
+        if section.learning_rate_schedule != "constant":
+            rate["num_steps"] = config.training.num_steps * updates_per_step(config)
+            rate["final_fraction"] = section.learning_rate_final_fraction
     return make_optimizer(
         learning_rate=section.learning_rate,
         **rate,

@@ -173,6 +173,10 @@ def check_inputs(
         configured_mesh(config, policy.config)
     keep = {"keep_columns": verifier.takes_row, "environments": environments}
     prompts = training_prompts(config, tokenizer, report, **keep)
+    prompts = dataclasses.replace(prompts, is_shuffled=config.data.shuffle)
+    if epochs := config.training.num_epochs:
+        per_step = config.data.prompts_per_step
+        config.training.num_steps = max(1, epochs * len(prompts) // per_step)
     problems = load_problems(config, tokenizer, report, **keep)
     for of, examples in (("training", prompts.examples), ("evaluation", problems)):
         check_prompts(of, examples, config, tokenizer, policy.config.vocab_size, report)

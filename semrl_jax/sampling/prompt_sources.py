@@ -34,6 +34,7 @@ _NUMBERS = {
     "shots": (_WHOLE, lambda x: x >= 0, "a whole number from 0 to 999999999"),
     "top_k": (_WHOLE, lambda x: x >= 0, "a whole number from 0 to 999999999"),
     "temperature": (_DECIMAL, lambda x: 0 <= x < math.inf, "a number of at least 0"),
+    "min_p": (_DECIMAL, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
     "top_p": (_DECIMAL, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
 }
 

@@ -15,7 +15,7 @@ from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.support.clock import Clock
-from semrl_jax.types import HiddenStateParams, MetricParams, Rollout, SampleRequest
+from semrl_jax.types import DISTRIBUTION, HiddenStateParams, MetricParams, Rollout, SampleRequest
 
 TRAINING, EVALUATION, GENERATION = 1, 2, 3  # streams of the sampling seeds
 REPLICA_OPTIONS = ("stride", "window", "method", "num_threads")
@@ -90,7 +90,7 @@ def training_options(
 
 def distribution(rollout: ml_collections.ConfigDict) -> dict[str, Any]:
     """The distribution that training samples from; `rollout` is the section of the config."""
-    return {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
+    return {name: rollout[name] for name in DISTRIBUTION}
 
 
 def asked_of_replicas(

@@ -25,6 +25,9 @@ class Data:
         "sets of the package reasoning-gym, NAME or NAME:option=value:weight=2; docs/data.md",
         items=str,
     )
+    shuffle: bool = setting(
+        True, "another order of the prompts in each epoch, by config.seed; False: their own order"
+    )
     prompts_per_step: int = setting(
         48,
         "Prompts of one training step, each with rollout.group_size responses",

@@ -74,6 +74,7 @@ class Evaluation:
     )
     top_p: float = setting(1.0, "as rollout.top_p, for these scores")
     top_k: int = setting(0, "as rollout.top_k, for these scores")
+    min_p: float = setting(0.0, "as rollout.min_p, for these scores", within="[0, 1]")
     k: tuple[int, ...] = setting(
         (1,), "values of k in pass@k, maj@k and best@k; at most n", items=int
     )

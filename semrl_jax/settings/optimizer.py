@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from semrl_jax.support.choices import DTYPES
+from semrl_jax.support.choices import DTYPES, SCHEDULES
 from semrl_jax.support.fields import section, setting
 
 
@@ -14,6 +14,15 @@ class Steps:
 
     learning_rate_warmup_steps: int = setting(
         0, "optimiser steps with a linearly rising rate", at_least=0
+    )
+    learning_rate_schedule: str = setting(
+        "constant",
+        "Rate after the warm-up: constant, or linear or cosine down to "
+        "learning_rate_final_fraction at the end of the run",
+        choices=SCHEDULES,
+    )
+    learning_rate_final_fraction: float = setting(
+        0.0, "linear, cosine: share of the learning rate that is left", within="[0, 1]"
     )
     adam_b1: float = setting(0.9, "adamw: decay of the mean of gradients", within="[0, 1)")
     adam_b2: float = setting(

@@ -60,6 +60,11 @@ class Rollout:
         within="(0, 1]",
     )
     top_k: int = setting(0, "sample from this many most probable tokens; 0: all", at_least=0)
+    min_p: float = setting(
+        0.0,
+        "sample from tokens with this share of the largest probability; 0: all",
+        within="[0, 1]",
+    )
     max_prompt_tokens: int = setting(512, "longer prompts of files are left out", above=0)
     max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
     stop_token_ids: tuple[int, ...] = setting(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from semrl_jax.settings.rules import Section
+from semrl_jax.support.choices import SCHEDULES
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import follows, setting
 
 ROW_FORMATS = ("messages", "prompt_completion")
 TOO_LONG = ("drop", "truncate", "refuse")
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from semrl_jax.settings.optimizer import Steps
 from semrl_jax.support.choices import DTYPES, OFFLOADED
@@ -13,6 +14,13 @@ from semrl_jax.support.fields import derived, part_of, setting
 class Training(Steps):
     num_steps: int = setting(
         160, "length of the run; may be raised when it is resumed", at_least=0, may_change=True
+    )
+    num_epochs: int = setting(
+        0,
+        "passes over the prompts; above 0, replaces num_steps; the last step is a whole one",
+        "epochs",
+        at_least=0,
+        may_change=True,
     )
     responses_per_step: int = derived(
         lambda config: (
@@ -26,6 +34,13 @@ class Training(Steps):
         "Prompts of one optimiser step; divides data.prompts_per_step. Default: 24 if "
         "that divides it, else all",
         "prompts",
+        above=0,
+    )
+    ppo_epochs: int = setting(
+        1,
+        "Passes over the responses of a step. From the second on, mini-batches have other "
+        "prompts, drawn by config.seed",
+        "passes",
         above=0,
     )
     micro_batch_size: int = setting(
@@ -65,3 +80,9 @@ class Training(Steps):
         choices=("", *DTYPES),
         may_change=True,
     )
+
+
+def updates_per_step(config: Any) -> int:
+    """The optimiser steps of a training step, of a whole config."""
+    training = config.training
+    return -(-config.data.prompts_per_step // training.prompts_per_minibatch) * training.ppo_epochs

@@ -5,6 +5,7 @@ TOKEN_INDICATORS = {"avg_log_probs": "logprobs", "avg_logits_entropy": "entropie
 
 DTYPES = ("float32", "bfloat16")
 ATTENTION_KERNELS = ("auto", "xla", "splash", "triton")
+SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADED = ("optimizer", "reference")
 REMAT_POLICIES = ("none", "full", "dots")
 KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "low_var_kl+")

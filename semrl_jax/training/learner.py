@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.train_state import POLICY, TrainState
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
 from semrl_jax.types import Rollout, RolloutBatch
+
+MINIBATCHES = 0x3B47  # last in its seed: apart from every stream of fewer numbers
 
 
 class ForwardPasses(NamedTuple):
@@ -176,7 +178,9 @@ class Learner:
     def update(
         self, state: TrainState, batch: RolloutBatch, passes: ForwardPasses, credit: Credit
     ) -> tuple[TrainState, dict[str, float], Float[np.ndarray, "B T"] | None]:
-        """One optimiser step of every trainee per mini-batch of prompts; scalars are means.
+        """One optimiser step of every trainee per mini-batch of prompts, `ppo_epochs` times.
+
+        Scalars are means.
 
         The arrays of the trainees in `state` are donated. Also returns the log-probabilities of the
         tokens before the update, if one mini-batch gave those of all. NonFiniteUpdates: after
@@ -196,8 +200,8 @@ class Learner:
             batch, **given._asdict(), advantages=credit.advantages, returns=credit.returns
         )
         history = []
-        for start in range(0, len(batch.token_ids), size):
-            minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], whole)  # noqa: B023
+        for rows in self._minibatches(len(batch.token_ids), size, int(state.step)):
+            minibatch = jax.tree.map(lambda leaf: leaf[rows], whole)  # noqa: B023
             with self.peers.phase("update"), self.device_lock:
                 state, scalars, outputs = update_all(
                     trainees, state, minibatch, self._rows, training.max_skipped_updates
@@ -206,6 +210,16 @@ class Learner:
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
         logprobs = outputs.get(POLICY) if len(history) == 1 else None
         return state, means | rates, None if logprobs is None else np.asarray(logprobs)
+
+    def _minibatches(self, num_rows: int, size: int, step: int) -> Iterator[Any]:
+        """The rows of each mini-batch: in order, and in later passes with other whole groups."""
+        yield from (slice(start, start + size) for start in range(0, num_rows, size))
+        group = self.config.rollout.group_size
+        rows = np.arange(num_rows).reshape(-1, group)
+        for epoch in range(1, self.config.training.ppo_epochs):
+            random = np.random.default_rng((self.config.seed, step, epoch, MINIBATCHES))
+            order = rows[random.permutation(len(rows))].reshape(-1)
+            yield from (order[start : start + size] for start in range(0, num_rows, size))
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""

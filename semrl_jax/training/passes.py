@@ -10,6 +10,7 @@ import ml_collections
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import CreditRules, Options
 from semrl_jax.settings.algorithms import TOKEN_LEVELS, importance_options
+from semrl_jax.settings.training import updates_per_step
 from semrl_jax.shaping import ShapingOptions
 
 NONE, PASS, UPDATE = "none", "pass", "update"
@@ -56,7 +57,7 @@ class PassPlan:
         needs = algorithm.needs
         importance = importance_options(config)
         level = importance["level"]
-        several = config.data.prompts_per_step > config.training.prompts_per_minibatch
+        several = updates_per_step(config) > 1
         # A single update corrects by itself, token by token.
         early_weights = level != "none" and (several or level not in TOKEN_LEVELS)
         needs_pass = needs.early_old_logprobs or (needs.old_logprobs and several) or early_weights

@@ -252,6 +252,45 @@ def test_ppo_matches_loops(gamma, gae_lambda, seed):
     np.testing.assert_allclose(found, returns, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+@given(seed=seeds)
+def test_groups_compare_rewards_less_their_kl(name, seed):
+    rng = np.random.default_rng(seed)
+    rewards = rng.choice([-1.0, 0.5, 1.0], size=(2, 4)).astype(np.float32)
+    old, ref = rng.normal(size=(2, *MASK.shape)).astype(np.float32)
+    left = token_rewards(rewards, old, ref, 0.3).sum(axis=1).reshape(2, 4)
+    dirty = Passes(*(np.where(MASK, x, np.float32(np.nan)) for x in (old, ref)))
+    found = advantages_of(name, kl_coefficient=0.0, kl_reward_coefficient=0.3)(
+        rewards, passes=dirty
+    )
+    # 1e-5: float32 sums over five tokens; GRPO divides by a deviation near 1.
+    np.testing.assert_allclose(found, advantages_of(name)(left), rtol=1e-4, atol=1e-5)
+
+
+def test_turns_compare_returns_less_their_kl():
+    rng = np.random.default_rng(0)
+    old, ref = rng.normal(size=(2, *MASK.shape)).astype(np.float32)
+    rewards = token_rewards(rng.normal(size=(2, 4)), old, ref, 0.0).reshape(2, 4, -1)
+    options = {"kl_coefficient": 0.0, "credit": "turn"}
+    found = advantages_of("dr_grpo", kl_reward_coefficient=0.3, **options)(
+        np.float32(rewards), passes=Passes(old, ref)
+    )
+    left = rewards + token_rewards(np.zeros((2, 4)), old, ref, 0.3).reshape(2, 4, -1)
+    expected = advantages_of("dr_grpo", **options)(np.float32(left))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_group_may_have_an_adaptive_coefficient():
+    options = {"kl_coefficient": 0.0, "kl_reward_coefficient": 0.5, "kl_target": 0.1}
+    old, ref = np.zeros(MASK.shape, np.float32), np.full(MASK.shape, -1.0, np.float32)
+    rewards = np.zeros((2, 4), np.float32)
+    found = advantages_of("dr_grpo", **options)(
+        rewards, passes=Passes(old, ref), state={"kl_coefficient": np.float32(0.25)}
+    )
+    left = -0.25 * LENGTHS.astype(np.float32)
+    np.testing.assert_allclose(found, advantages_of("dr_grpo")(left), rtol=1e-5, atol=1e-6)
+
+
 def test_an_adaptive_coefficient_moves_towards_its_target():
     """KL 0.5, targets 0.1 and 1.0: 8 responses of a horizon of 16 change it by +-20 % * 8 / 16."""
     old, ref = np.full(MASK.shape, -1.0, np.float32), np.full(MASK.shape, -1.5, np.float32)

@@ -1,5 +1,7 @@
 """Prompt datasets: order and position, length filter."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -37,6 +39,12 @@ def test_reading_continues_in_the_next_epoch():
     assert (indices(prompts), position) == (second[2:], (2, 0))
     assert next_prompts(dataset, 7, (0, 5), 0)[1] == (1, 0)
     assert all(type(number) is int for number in position)
+
+
+def test_prompts_come_in_their_own_order_unless_shuffled():
+    dataset = dataclasses.replace(numbered(5), is_shuffled=False)
+    prompts, position = next_prompts(dataset, 7, (0, 2), 5)
+    assert (indices(prompts), position) == ([2, 3, 4, 0, 1], (1, 2))
 
 
 def test_order_depends_on_seed_and_epoch_only():

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 SMALL = "--max_prompt_tokens=16 --max_response_tokens=8 --engine=jax --seed=1"
-SAMPLED = f"--n=2 --temperature=0.9 --top_p=0.9 --top_k=5 --metrics {SMALL}"
+SAMPLED = f"--n=2 --temperature=0.9 --top_p=0.9 --top_k=5 --min_p=0.1 --metrics {SMALL}"
 EVALUATION = (
     f"--benchmarks={{home}}/problems.jsonl --data_dir={{home}} --k=1,2 --num_problems=2 "
     f"--template={{input}} --verifier=gsm8k_strict --scores=pass_at_k "
@@ -114,7 +114,7 @@ THOROUGH = [
     ),
     Case(
         "chat --policy={home}/model --config=configs/default.py --template=chat --multi_turn "
-        f"--temperature=0.5 --top_p=0.9 --top_k=3 --system_prompt=0 --metrics {SMALL}",
+        f"--temperature=0.5 --top_p=0.9 --top_k=3 --min_p=0.1 --system_prompt=0 --metrics {SMALL}",
         text="1+1\n",
     ),
     Case(

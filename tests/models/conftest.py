@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 import typing
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -59,6 +60,11 @@ FAMILIES = {
         MOE | {"num_experts": 3, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
     "gemma3": (transformers.Gemma3TextConfig, GEMMA),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 32}),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    ),
     "qwen3-window": (transformers.Qwen3Config, SLIDING | {"head_dim": 32, "layer_types": KINDS}),
 }
 
@@ -104,7 +110,13 @@ def by_file_name(arrays):
         for part, kernels in parts(array):
             for expert, kernel in enumerate(kernels):
                 found[f"{stem}.{expert}.{part}.weight"] = kernel
-    return found
+    return found | {_in_mixtral(name): array for name, array in found.items()}
+
+
+def _in_mixtral(name):
+    for theirs, ours in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        name = re.sub(rf"(experts\.\d+\.){ours}", rf"\1{theirs}", name)
+    return name.replace(".mlp.", ".block_sparse_moe.")
 
 
 @dataclasses.dataclass

@@ -45,7 +45,9 @@ def test_every_family_is_read_as_transformers_writes_it(family):
     assert hash(config) == hash(dataclasses.replace(config))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral", "llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2", "qwen3", "mistral", "llama", "gemma3_text", "gemma"]
+)
 def test_absent_fields_have_the_defaults_of_transformers(model_type):
     fields = hf_config(model_type, use_sliding_window=True, max_window_layers=1)
     theirs = transformers.AutoConfig.for_model(**fields)
@@ -227,7 +229,7 @@ def test_a_family_of_another_package():
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("gpt2", r"model.family='gpt2' is unknown; choose one of \('gemma3_text', 'llama', "),
+        ("gpt2", r"model.family='gpt2' is unknown; choose one of \('gemma', 'gemma3_text', "),
         ("tests.models.missing", "cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
         ("tests.models.conftest", "has no 'FAMILY'"),
         (OWN, r"model_type='llama' is not 'own', which model.family='tests.models.own_family'"),
@@ -277,7 +279,7 @@ def test_a_users_family_that_fails_is_refused_in_one_line(part, name, tmp_path, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma", "qwen3_moe", "mixtral"])
 def test_a_random_model_has_the_hash_of_its_directory(family):
     config = models.random_config(
         family, vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2,

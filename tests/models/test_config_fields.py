@@ -38,13 +38,14 @@ WITHOUT_EFFECT = {
     "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "initializer_range",
     "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp",
     "attention_dropout", "output_router_logits", "router_aux_loss_coef", "output_attentions",
-    "_name_or_path", "model_type", "_sliding_window_pattern",
+    "_name_or_path", "model_type", "router_jitter_noise", "_sliding_window_pattern",
     "max_window_layers",  # layer_types, which every file of transformers has, comes first
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2-window", "qwen3-window", "qwen3-moe", "gemma3"]
+    "family",
+    ["llama", "mistral", "qwen2-window", "qwen3-window", "qwen3-moe", "gemma3", "gemma", "mixtral"],
 )
 def test_every_field_of_transformers_is_read_or_refused(family):
     config_class, options = FAMILIES[family]

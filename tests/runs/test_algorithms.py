@@ -28,6 +28,9 @@ RUNS = {
         "algorithms.name": "rloo", "algorithms.loss.surrogate": "gspo",
         "algorithms.loss.kl_estimator": "low_var_kl+", "algorithms.aggregation": "response_mean",
         "training.pack_sequences": True, "training.micro_batch_tokens": 80,
+        "training.ppo_epochs": 2, "training.learning_rate_schedule": "linear",
+        "training.learning_rate_warmup_steps": 0,
+        "data.shuffle": False, "training.num_epochs": 1, "data.num_prompts": 8,
     },
     "KL in the reward, masks": {
         "algorithms.name": "reinforce_plus_plus", "algorithms.loss.surrogate": "cispo",
@@ -71,7 +74,12 @@ def test_a_run_under_another_algorithm(name, config, tmp_path, rewarded):
     config.training.num_steps = 2
     config.update_from_flattened_dict(RUNS[name])
     assert train(config, str(tmp_path / "run")) == 0
-    check_rows(read_rows(tmp_path / "run")[:2], name, config)
+    rows = read_rows(tmp_path / "run")
+    check_rows(rows[:2], name, config)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    if config.training.ppo_epochs == 2:  # the second step begins after 4 updates of 8
+        rates = [row["policy/learning_rate"] for row in rows[:2]]
+        assert rates == pytest.approx([1e-2, 5e-3])
 
 
 def test_a_run_with_a_critic_resumes_to_the_bit(config, tmp_path, rewarded):

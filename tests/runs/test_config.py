@@ -275,7 +275,7 @@ def test_importance_weights_need_the_whole_vocabulary(level):
     config = quickstart.get_config()
     config.algorithms.importance.level = level
     validate(config)
-    for field, value in (("top_p", 0.9), ("top_k", 50)):
+    for field, value in (("top_p", 0.9), ("top_k", 50), ("min_p", 0.1)):
         config = quickstart.get_config()
         config.rollout[field] = value
         validate(config)

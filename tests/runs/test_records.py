@@ -236,7 +236,7 @@ def test_lengths_and_mismatches_count_only_policy_tokens():
     # The engine gave -(t + 1) to response token t. Context and padding hold arbitrary values.
     old = np.array([[-1.5, 99, -3, -4], [99, -2, 99, 99]], np.float32)
     rollouts = [item.rollout for item in scored]
-    found = logprob_mismatch(rollouts, old, temperature=1.0, top_p=1.0, top_k=0)
+    found = logprob_mismatch(rollouts, old, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
     assert found["rollout/logprob_mismatch/max"] == 0.5
     assert found["rollout/logprob_mismatch/mean"] == 0.125
     # The engine sent a state for each response token, the policy has only those of its tokens.
@@ -269,17 +269,18 @@ def test_zero_variance_groups_are_the_groups_without_advantages(reward):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k", "raw", "largest"),
+    ("temperature", "top_p", "top_k", "min_p", "raw", "largest"),
     [
-        (0.5, 1.0, 0, False, 0.25),  # both over the whole vocabulary, at any temperature
-        (1.0, 0.5, 0, True, 0.125),
-        (1.0, 1.0, 2, True, 0.125),
-        (0.5, 0.5, 0, True, None),  # raw log-probabilities are at temperature 1
-        (1.0, 0.5, 0, False, None),
+        (0.5, 1.0, 0, 0.0, False, 0.25),  # both over the whole vocabulary, at any temperature
+        (1.0, 0.5, 0, 0.0, True, 0.125),
+        (1.0, 1.0, 2, 0.0, True, 0.125),
+        (1.0, 1.0, 0, 0.1, True, 0.125),
+        (0.5, 0.5, 0, 0.0, True, None),  # raw log-probabilities are at temperature 1
+        (1.0, 0.5, 0, 0.0, False, None),
     ],
 )
 def test_only_log_probabilities_of_one_distribution_are_compared(
-    temperature, top_p, top_k, raw, largest
+    temperature, top_p, top_k, min_p, raw, largest
 ):
     old = np.array([[-1, -2, 7], [-3, 7, 7]], np.float32)
     lengths, rollouts = (2, 1), []
@@ -289,7 +290,8 @@ def test_only_log_probabilities_of_one_distribution_are_compared(
             fields["rollout_raw_logprobs"] = row[:length] - np.float32(0.125)
         rollout = make_scored(response_ids=np.ones(length, np.int32)).rollout
         rollouts.append(dataclasses.replace(rollout, **fields))
-    scalars = logprob_mismatch(rollouts, old, temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    scalars = logprob_mismatch(rollouts, old, **sampling)
     assert set(scalars.values()) == ({largest} if largest else set())
 
 

@@ -14,6 +14,7 @@ from configs.default import get_config
 from semrl_jax import models
 from semrl_jax.algorithms import grpo, ppo
 from semrl_jax.algorithms.algorithm import Algorithm
+from semrl_jax.runs import optimizers
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.offload import KIND, check_offload
@@ -185,6 +186,21 @@ def test_means_of_rows_and_columns_are_split_like_their_parameters():
         kernel.shape[:2]: (None, "fsdp"),
         (kernel.shape[0], kernel.shape[2]): (None, "tensor"),
     }
+
+
+@pytest.mark.parametrize("name", ["training", "critic"])
+@pytest.mark.parametrize(("kind", "middle"), [("linear", 0.55), ("cosine", 0.55), ("constant", 1)])
+def test_the_rate_of_a_run_falls_to_its_end(name, kind, middle):
+    """4 steps of 2 mini-batches, twice: 16 updates, of which 4 rise."""
+    config = get_config()
+    config.data.prompts_per_step, config.training.prompts_per_minibatch = 8, 4
+    config.training.num_steps, config.training.ppo_epochs = 4, 2
+    section = config[name]
+    section.learning_rate, section.learning_rate_warmup_steps = 1.0, 4
+    section.learning_rate_schedule, section.learning_rate_final_fraction = kind, 0.1
+    rate = optimizers.optimizer_of(config, name).rate
+    end = 1.0 if kind == "constant" else 0.1
+    np.testing.assert_allclose([rate(n) for n in (0, 3, 4, 10, 16)], [0.25, 1, 1, middle, end])
 
 
 def test_small_steps_are_not_lost():

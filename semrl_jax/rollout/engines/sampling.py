@@ -1,4 +1,4 @@
-"""Samples tokens from logits: temperature, top-k, top-p, one random key per response. Pure.
+"""Samples tokens from logits: temperature, min-p, top-k, top-p, one random key per response. Pure.
 
 Each of the four kinds of sampling has a program. Within a kind, the settings are its inputs.
 """
@@ -23,6 +23,7 @@ class SamplingValues(NamedTuple):
     temperature: Float[Array, ""] | Float[np.ndarray, ""]
     top_k: Int[Array, ""] | Int[np.ndarray, ""]
     top_p: Float[Array, ""] | Float[np.ndarray, ""]
+    min_p: Float[Array, ""] | Float[np.ndarray, ""]
 
 
 def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValues]:
@@ -31,10 +32,11 @@ def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValu
         np.asarray(sampling.temperature, np.float32),
         np.asarray(sampling.top_k, np.int32),
         np.asarray(sampling.top_p, np.float32),
+        np.asarray(sampling.min_p, np.float32),
     )
     if values.temperature == 0:
         return "greedy", values
-    if values.top_k > 0 or values.top_p < 1:
+    if sampling.is_truncated:
         return "truncated", values
     return ("unmodified" if values.temperature == 1 else "scaled"), values
 
@@ -42,13 +44,14 @@ def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValu
 def sampling_logits(
     logits: Float[Array, "B V"], values: SamplingValues, *, kind: SamplingKind
 ) -> Float[Array, "B V"]:
-    """Logits of the sampling distribution: scaled, then truncated to top-k, then to top-p.
+    """Logits of the sampling distribution: scaled, then truncated by min-p, top-k and top-p.
 
     Args:
       logits: float32.
-      values: temperature > 0. top_k keeps the k largest logits and ties with the k-th; 0 keeps all.
-        top_p keeps the smallest set of most probable tokens whose probabilities sum to at least
-        top_p; 1 keeps all.
+      values: temperature > 0. min_p keeps the tokens whose probability is at least min_p times the
+        largest one; 0 keeps all. top_k keeps the k largest logits and ties with the k-th; 0 keeps
+        all. top_p keeps the smallest set of most probable tokens whose probabilities sum to at
+        least top_p; 1 keeps all.
       kind: static, from `split_sampling`; "greedy" and "unmodified" change nothing.
 
     Returns float32 logits, -inf where a token cannot be sampled; at least one is finite.
@@ -60,6 +63,8 @@ def sampling_logits(
     if kind == "scaled":
         return logits
     num_tokens = logits.shape[-1]
+    likeliest = jnp.max(logits, axis=-1, keepdims=True)
+    logits = jnp.where(logits >= likeliest + jnp.log(values.min_p), logits, -jnp.inf)
     ordered = jnp.sort(logits, axis=-1, descending=True)
     num_kept = jnp.where(values.top_k > 0, jnp.minimum(values.top_k, num_tokens), num_tokens)
     threshold = jax.lax.dynamic_index_in_dim(ordered, num_kept - 1, axis=-1)

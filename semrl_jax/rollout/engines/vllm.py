@@ -389,6 +389,7 @@ class VllmEngine(Engine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             seed=seed,
             stop_token_ids=[*sampling.eos_token_ids, *sampling.stop_token_ids],

@@ -39,9 +39,9 @@ from semrl_jax.types import (
 # 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
 # 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3; 2.1: what is compiled;
 # 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it;
-# 2.3: caches are kept for further turns
+# 2.3: caches are kept for further turns; 2.4: min_p
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change
@@ -594,6 +594,7 @@ def _check_sampling(sampling: SamplingParams, limits: ReplicaDescription) -> Non
     temperature = sampling.temperature
     check("temperature", math.isfinite(temperature) and temperature >= 0, "finite and at least 0")
     check("top_p", 0 < sampling.top_p <= 1, "in (0, 1]")
+    check("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]")
     check("top_k", 0 <= sampling.top_k <= limits.vocab_size, f"in [0, {limits.vocab_size}]")
     for field in ("eos_token_ids", "stop_token_ids"):
         num_ids = len(getattr(sampling, field))

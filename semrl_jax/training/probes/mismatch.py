@@ -55,17 +55,18 @@ def logprob_mismatch(
     temperature: float,
     top_p: float,
     top_k: int,
+    min_p: float,
 ) -> dict[str, float]:
     """Absolute difference of the log-probabilities of engine and training model, in nats.
 
     The training model's log-probabilities are over the whole vocabulary at `temperature`. With
-    top-p or top-k, the engine samples from a part of the vocabulary. Then its raw log-probabilities
-    are compared, which are over the whole vocabulary at temperature 1. Returns {} if `temperature`
-    is then not 1, or an engine sends no raw log-probabilities.
+    top-p, top-k or min-p, the engine samples from a part of the vocabulary. Then its raw
+    log-probabilities are compared, which are over the whole vocabulary at temperature 1. Returns
+    {} if `temperature` is then not 1, or an engine sends no raw log-probabilities.
 
     The values of `old_logprobs` at padding and context may be anything.
     """
-    differs = top_p < 1 or top_k > 0
+    differs = top_p < 1 or top_k > 0 or min_p > 0
     if differs and temperature != 1:
         return {}
     theirs = [r.rollout_raw_logprobs if differs else r.rollout_logprobs for r in rollouts]

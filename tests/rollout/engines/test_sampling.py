@@ -20,10 +20,12 @@ def draw(logits, keys, token_index, sampling):
     return sample_tokens(logits, keys, token_index, values, kind=kind)
 
 
-def allowed_f64(logits, temperature, top_k, top_p):
+def allowed_f64(logits, temperature, top_k, top_p, min_p=0.0):
     """Which tokens may be drawn, and the log-probabilities among them."""
     scaled = logits.astype(np.float64) / temperature
-    keep = np.ones(len(scaled), bool)
+    with np.errstate(divide="ignore"):
+        keep = scaled >= scaled.max() + np.log(min_p)
+    scaled = np.where(keep, scaled, -np.inf)
     if top_k:
         keep &= scaled >= np.sort(scaled)[-min(top_k, len(scaled))]
     scaled = np.where(keep, scaled, -np.inf)
@@ -45,12 +47,13 @@ def allowed_f64(logits, temperature, top_k, top_p):
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 3, 50]),
     top_p=st.sampled_from([1.0, 0.9, 0.35, 0.001, 1e-60]),  # the last is 0 in float32
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
-def test_sampling_logits_match_float64(seed, temperature, top_k, top_p):
+def test_sampling_logits_match_float64(seed, temperature, top_k, top_p, min_p):
     logits = np.random.default_rng(seed).normal(size=(1, 20)).astype(np.float32) * 3
-    kind, values = split_sampling(SamplingParams(1, temperature, top_p, top_k))
+    kind, values = split_sampling(SamplingParams(1, temperature, top_p, top_k, min_p=min_p))
     actual = sampling_logits(jnp.asarray(logits), values, kind=kind)
-    expected = allowed_f64(logits[0], temperature, top_k, top_p)
+    expected = allowed_f64(logits[0], temperature, top_k, top_p, min_p)
     actual = np.asarray(jax.nn.log_softmax(actual, axis=-1))[0]
     np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
     finite = np.isfinite(expected)

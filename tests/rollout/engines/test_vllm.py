@@ -96,10 +96,12 @@ class Model:
 
 
 def processed_logprobs(logits, sampling):
-    """Log-probabilities that a token is sampled with: temperature, then top-k, then top-p."""
+    """Log-probabilities that a token is sampled with: temperature, min-p, top-k, top-p."""
     logits = logits / (sampling.temperature or 1.0)
     order = np.argsort(-logits, axis=-1)
     ranked = np.take_along_axis(logits, order, -1)
+    if sampling.min_p:
+        ranked[ranked < ranked[:, :1] + np.log(sampling.min_p)] = -np.inf
     if sampling.top_k:
         ranked[:, sampling.top_k :] = -np.inf
     p = np.exp(ranked - scipy.special.logsumexp(ranked, axis=-1, keepdims=True))
@@ -327,6 +329,7 @@ PROCESSED = [
     SamplingParams(32, temperature=0.7, top_p=0.8),
     SamplingParams(32, temperature=1.0, top_k=5),
     SamplingParams(32, temperature=0.9, top_p=0.7, top_k=9),
+    SamplingParams(32, temperature=1.3, min_p=0.2, top_p=0.9),
 ]
 
 

@@ -155,6 +155,7 @@ def test_rollout_round_trip(
     temperature=st.floats(0, 100, width=32),
     top_p=st.floats(0, 1, width=32, exclude_min=True),
     top_k=st.integers(0, 101),
+    min_p=st.floats(0, 1, width=32),
     seed=st.integers(0, 2**64 - 1),
     group_id=st.integers(-(2**63), 2**63 - 1),
     layers=st.lists(st.sampled_from(LIMITS.layers), unique=True),
@@ -162,11 +163,11 @@ def test_rollout_round_trip(
     step=st.integers(0, 2**63 - 1),
 )
 def test_request_round_trip(
-    lengths, temperature, top_p, top_k, seed, group_id, layers, kinds, step
+    lengths, temperature, top_p, top_k, min_p, seed, group_id, layers, kinds, step
 ):
     version = dataclasses.replace(VERSION, step=step)
     sampling = SamplingParams(
-        8, temperature, top_p, top_k, eos_token_ids=(100,), stop_token_ids=(0, 7)
+        8, temperature, top_p, top_k, (100,), stop_token_ids=(0, 7), min_p=min_p
     )
     kinds = tuple(kinds[: 1 + seed % 2])
     states = HiddenStateParams(tuple(layers), "float32", kinds) if layers else HiddenStateParams()
@@ -389,6 +390,8 @@ BAD_REQUESTS = [
     (lambda m: setattr(m.sampling, "top_p", np.nan), ValueError, "top_p=nan"),
     (lambda m: setattr(m.sampling, "top_k", -1), ValueError, "top_k=-1"),
     (lambda m: setattr(m.sampling, "top_k", 102), ValueError, "top_k=102"),
+    (lambda m: setattr(m.sampling, "min_p", 1.5), ValueError, "min_p=1.5"),
+    (lambda m: setattr(m.sampling, "min_p", float("nan")), ValueError, "min_p=nan"),
     (lambda m: m.sampling.eos_token_ids.append(101), ValueError, "eos_token_ids has token id 101"),
     (lambda m: m.sampling.stop_token_ids.append(-2), ValueError, "stop_token_ids has token id -2"),
     (

@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 2.3 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 2.4 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -122,6 +122,7 @@ FINAL_ONLY = dataclasses.replace(
     layers_reason="the others stay inside",
 )
 STOPPED = dataclasses.replace(SAMPLING, stop_strings=("Question:", "\n答"))  # 1.5
+MIN_P = dataclasses.replace(SAMPLING, min_p=0.25)  # 2.4
 STOPS = dataclasses.replace(
     DESCRIPTION, protocol_minor=5, sampling_kinds=("annealed", "stop_strings")
 )
@@ -195,6 +196,7 @@ def messages():
         "2.1": {"describe_response_compiling": codec.encode_description(COMPILES)},
         "2.2": {"generate_request_measured": request(states=HiddenStateParams(), metrics=PARAMS)},
         "2.3": {"generate_request_kept": request(keep=True)},
+        "2.4": {"generate_request_min_p": request(MIN_P)},
     }
     for i, chunk_bytes in enumerate(large):
         state_chunk = pb.GenerateResponse.FromString(chunk_bytes)
@@ -275,6 +277,11 @@ def test_request_with_stop_strings():
 def test_request_that_is_kept():
     request = recorded("generate_request_kept", pb.GenerateRequest, "2.3")
     assert codec.decode_request(request, DESCRIPTION).keep
+
+
+def test_request_with_min_p():
+    request = recorded("generate_request_min_p", pb.GenerateRequest, "2.4")
+    assert codec.decode_request(request, DESCRIPTION).sampling == MIN_P
 
 
 def test_weight_update_through_memory():
