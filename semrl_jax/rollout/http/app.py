@@ -292,6 +292,7 @@ class Api:
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=max(body.top_k, 0),
+            min_p=body.min_p,
             eos_token_ids=() if body.ignore_eos else self._texts.end_token_ids,
             stop_token_ids=tuple(body.stop_token_ids),
             stop_strings=body.stop_strings,
