@@ -21,6 +21,7 @@ from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.support.errors import UserError
 
 PLACEHOLDER = "x"
+TOKEN_IDS = "token_ids"  # the role of a message whose content is token ids, a list in JSON
 # Own messages that templates are known to change: without thinking, without blanks at the ends.
 _THOUGHT, _BLANKS = "<think>\na\n</think>\n\nb", " \na \n"
 # A control token in others' text becomes a character of this plane while the template is rendered.
@@ -34,6 +35,11 @@ class Transcript(NamedTuple):
     # With a placeholder for each message of the policy, and marks for control tokens
     messages: tuple[Mapping[str, str], ...]
     text: str  # as the template renders them
+
+    @property
+    def is_of_ids(self) -> bool:
+        """Whether others write token ids, in which the policy's own ids are never repeated."""
+        return _is_of_ids(self.messages)
 
 
 class Continued(NamedTuple):
@@ -49,7 +55,7 @@ class ChatTurns:
 
     Control tokens that are written out in others' text, such as <|im_end|>, become the tokens of
     their characters, so that a text cannot end its own message. Others' text includes the
-    descriptions of tools.
+    descriptions of tools. Messages with the role `TOKEN_IDS` are taken as they are.
 
     Args:
       tokenizer: has a chat template.
@@ -80,13 +86,16 @@ class ChatTurns:
 
     def begun(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[Continued]:
         """Transcripts of prompts, with the token ids of each."""
-        marked = [tuple(map(self._marked, messages)) for messages in conversations]
-        return [
+        texts = (each for each in conversations if not _is_of_ids(each))
+        marked = [tuple(map(self._marked, messages)) for messages in texts]
+        rendered = zip(marked, self._rendered(marked), strict=True)
+        begun = (
             Continued(None, [], str(found))
             if isinstance(found, TemplateError)
             else Continued(Transcript(messages, found), self._encoded(found))
-            for messages, found in zip(marked, self._rendered(marked), strict=True)
-        ]
+            for messages, found in rendered
+        )
+        return [self._given(each) if _is_of_ids(each) else next(begun) for each in conversations]
 
     def continued(
         self,
@@ -99,13 +108,20 @@ class ChatTurns:
         If the policy's last token ends a message, the template's own end token is left out: Llama 3
         ends a call with <|eom_id|>, others with <|eot_id|>.
         """
+        asked = [*zip(transcripts, answers, last_tokens, strict=True)]
+        texts = iter(self._continued([each for each in asked if not _is_of_ids(each[1])]))
+        return [self._given(each[1]) if _is_of_ids(each[1]) else next(texts) for each in asked]
+
+    def _continued(
+        self, asked: Sequence[tuple[Transcript, Sequence[Mapping[str, str]], int]]
+    ) -> list[Continued]:
         longer = [
-            (*transcript.messages, _own(PLACEHOLDER), *map(self._marked, answer))
-            for transcript, answer in zip(transcripts, answers, strict=True)
+            (*before.messages, _own(PLACEHOLDER), *map(self._marked, answer))
+            for before, answer, _ in asked
         ]
         found = []
         rendered = self._rendered(longer)
-        for before, messages, text, last in zip(transcripts, longer, rendered, last_tokens):
+        for (before, _, last), messages, text in zip(asked, longer, rendered, strict=True):
             if isinstance(text, TemplateError):
                 found.append(Continued(None, [], str(text)))
                 continue
@@ -122,10 +138,23 @@ class ChatTurns:
                 found.append(Continued(None, [], "the chat template writes nothing between turns"))
         return found
 
+    def _given(self, messages: Sequence[Mapping[str, str]]) -> Continued:
+        """What is continued with token ids, which may have been truncated."""
+        try:
+            ids = [int(i) for message in messages for i in json.loads(message["content"])]
+        except (TypeError, ValueError):
+            reason = "its token ids are no list; environment.max_observation_chars may be too small"
+            return Continued(None, [], reason)
+        if not ids or not 0 <= min(ids) <= max(ids) < len(self._tokenizer):
+            return Continued(None, [], "its token ids are none, or not all in the vocabulary")
+        return Continued(Transcript(tuple(messages), self._tokenizer.decode(ids)), ids)
+
     def check(
         self, messages: Sequence[Mapping[str, str]], answer: Sequence[Mapping[str, str]]
     ) -> list[str]:
         """UserError if the template changes the policy's messages; returns lines for the user."""
+        if _is_of_ids(messages):
+            return []
         first = tuple(map(self._marked, messages))
         reply = tuple(map(self._marked, answer))
         probes = (PLACEHOLDER, f"{PLACEHOLDER} y.", _THOUGHT, _BLANKS)
@@ -229,6 +258,10 @@ class ChatTurns:
     @functools.cached_property
     def _control_ids(self) -> frozenset[int]:
         return frozenset(self._tokenizer.convert_tokens_to_ids(self._controls))
+
+
+def _is_of_ids(messages: Sequence[Mapping[str, str]]) -> bool:
+    return bool(messages) and messages[0]["role"] == TOKEN_IDS
 
 
 def _own(text: str) -> Mapping[str, Any]:

@@ -24,8 +24,9 @@ from semrl_jax.support.modules import load_module
 
 FIELD = "environment.name"
 PARTS = ("tasks", "reset", "step")
-FIRST_ROLES = ("system", "user", "assistant", "tool")
-ROLES = ("system", "user", "tool")  # of an answer: no one else speaks for the policy
+TOKEN_IDS = "token_ids"  # a role: the content is token ids, a list in JSON
+FIRST_ROLES = ("system", "user", "assistant", "tool", TOKEN_IDS)
+ROLES = ("system", "user", "tool", TOKEN_IDS)  # of an answer: no one else speaks for the policy
 
 Message = dict[str, str]  # "role" and "content"
 
@@ -58,6 +59,10 @@ class Environment(Protocol):
     `tools.functions`. Calls in a message are run and answered, and `step` gets the other messages.
     It may have `weights`, the weight in the reward of each verdict by name, and `is_self_play`: the
     policy plays several sides in turn.
+
+    An environment that tokenises itself returns messages with the role "token_ids". The first one
+    is the prompt, and each further one all that follows the policy's tokens. `step` then gets a
+    JSON object with "token_ids" and "logprobs" of the policy's turn, end token included.
 
     A run that was killed plays the episodes of its incomplete batches again. Messages that were
     answered get the same answers, and no tool is called for them again. Where an episode goes on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -163,7 +164,7 @@ class MultiTurn:
                     one.rewards += [0.0] * one.is_own
                     yield one.ended("length")
                 else:
-                    one.answer = one.environment.step(self._text(rollout))
+                    one.answer = one.environment.step(self._said(one, rollout))
         return [one for one in playing if one.answer is not None]
 
     def _continued(
@@ -202,9 +203,13 @@ class MultiTurn:
                 open_ones.append(one)
         return open_ones
 
-    def _text(self, rollout: Rollout) -> str:
+    def _said(self, one: _Played, rollout: Rollout) -> str:
         """What the environment reads of a turn."""
         ids = rollout.response_ids
+        if one.transcript.is_of_ids:
+            # Nine digits are exact for float32.
+            logprobs = [float(f"{value:.9g}") for value in rollout.rollout_logprobs.tolist()]
+            return json.dumps({"token_ids": ids.tolist(), "logprobs": logprobs})
         ids = ids[:-1] if int(ids[-1]) in self.end_token_ids else ids
         return data.full_text(self.tokenizer, ids)
 

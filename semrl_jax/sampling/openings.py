@@ -143,16 +143,17 @@ def _examples(
                 f"task {index} ({prompt.error or 'they have no token'}); give the directory of "
                 "model.path another chat_template.jinja, or change the messages of reset."
             )
-        answer = opening.task.get("answer", "")
+        answer, text = opening.task.get("answer", ""), prompt.transcript.text
+        is_of_ids = prompt.transcript.is_of_ids
         examples.append(
             data.PromptExample(
-                prompt=prompt.transcript.text,
+                prompt=text,
                 prompt_ids=np.array(prompt.token_ids, np.int32),
                 answer=answer if isinstance(answer, str) else json.dumps(answer),
                 data_source=name,
                 index=index,
                 columns=json.dumps({COLUMN: opening._asdict()}),
-                question=opening.messages[-1]["content"],
+                question=text if is_of_ids else opening.messages[-1]["content"],
                 template=data.templates.CHAT,
             )
         )

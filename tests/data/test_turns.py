@@ -299,3 +299,22 @@ def test_a_trained_tokenizer_has_turns():
     (found,) = turns.continued([begun.transcript], [USER], [tokenizer.eos_token_id])
     text = "\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(np.array(found.token_ids)) == text
+
+
+def test_token_ids_are_taken_as_they_are():
+    turns = ChatTurns(tokenizer_of(SMOLLM, "<|im_end|>"), (3,))
+
+    def ids(text):
+        return [{"role": "token_ids", "content": text}]
+
+    text, given = turns.begun([USER, ids("[5, 6, 3]")])
+    assert given.token_ids == [5, 6, 3] and given.transcript.is_of_ids
+    assert text == turns.begun([USER])[0] and not text.transcript.is_of_ids
+    assert turns.check(ids("[5]"), ids("[6]")) == []
+    transcripts = [given.transcript, text.transcript, *[given.transcript] * 3]
+    answers = [ids("[3]"), USER, ids("[5, 6"), ids("[]"), ids("[5, 100000]")]
+    found = turns.continued(transcripts, answers, [3] * 5)
+    assert found[0].token_ids == [3]  # also after an end token
+    assert found[1] == turns.continued([text.transcript], [USER], [3])[0]
+    errors = ["max_observation_chars may be too small", "are none", "not all in the vocabulary"]
+    assert all(error in each.error for error, each in zip(errors, found[2:], strict=True))

@@ -1,7 +1,9 @@
 """Programs that only know an OpenAI endpoint, with OpenAI's own client."""
 
+import contextlib
 import json
 import os
+import pathlib
 import threading
 
 import pytest
@@ -175,3 +177,91 @@ def test_mistakes_are_one_line():
     with pytest.raises(UserError, match=message):
         with EnvironmentPool(section("agent:program=/no/where.py:tasks=x")):
             pass
+
+
+ODD = """
+import json, os, socket, subprocess, sys, threading, time, urllib.request
+
+task = json.load(sys.stdin)
+assert os.environ.get("TASK", json.dumps(task)) == json.dumps(task)
+url, messages = os.environ["OPENAI_BASE_URL"], []
+
+def ask(text):
+    asked = [*messages, {"role": "user", "content": text}]
+    body = json.dumps({"messages": asked}).encode()
+    with urllib.request.urlopen(f"{url}/chat/completions", body) as answer:
+        messages[:] = [*asked, json.load(answer)["choices"][0]["message"]]
+    return messages[-1]["content"]
+
+match ask(str(len(task["text"]))):
+    case "hang":
+        subprocess.run(["sleep", "1000"])
+    case "child":
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print(0.5)
+    case "close":
+        os.close(1)
+    case "signal":
+        os.kill(os.getpid(), 9)
+    case "connections":
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        many = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
+        print(0.5 if ask("Go on.") == "end" else 0)
+    case "twice":
+        threading.Thread(target=ask, args=["One."]).start()
+        ask("Two.")
+    case "nan":
+        print("nan")
+"""
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """A pool, openings by the length of the task's text, and a text in all their processes."""
+    directory = tmp_path_factory.mktemp("odd")
+    (directory / "agent.py").write_text(ODD)
+    rows = [{"mark": str(directory), "text": text} for text in ("", "x" * 200_000)]
+    (directory / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    name = f"agent:program={directory}/agent.py:tasks={directory}/tasks.jsonl"
+    with EnvironmentPool(section(name, timeout_s=4.0)) as environments:
+        openings = environments.openings(0, 2)
+        yield environments, {len(each.task["text"]): each for each in openings}, str(directory)
+
+
+def with_mark(mark):
+    """Processes that have a text in their arguments or variables."""
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if mark.encode() in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
+                found.append(entry.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("messages", "length", "reward", "error"),
+    [
+        (["hang"], 0, 0.0, "timeout: step took more than 4 s"),
+        (["child"], 0, 0.5, ""),
+        (["close"], 0, 1.0, ""),
+        (["signal"], 0, 0.0, ""),
+        (["connections", "end"], 0, 0.5, ""),
+        (["twice", "end"], 0, 0.0, "exception: ValueError: the program began another conv"),
+        (["nan"], 0, 0.0, "invalid: reward must be a number"),
+        (["end"], 200_000, 1.0, ""),  # of a task that is too large for a variable
+    ],
+)
+def test_odd_programs_cost_their_own_episode_and_leave_nothing(
+    odd, messages, length, reward, error
+):
+    environments, openings, mark = odd
+    assert openings[length].messages == [{"role": "user", "content": str(length)}]
+    episode = environments.open(openings[length])
+    try:
+        *_, last = [episode.step(each).result(timeout=60) for each in messages]
+        assert last.error or length or "child" not in messages or with_mark(mark)
+    finally:
+        episode.end()
+    assert (last.turn.reward, last.turn.done) == (reward, True)
+    assert last.error.startswith(error) and bool(last.error) == bool(error)
+    wait_until(lambda: not with_mark(mark))

@@ -13,7 +13,7 @@ from semrl_jax.rewards.verdict import episode_verdict
 from semrl_jax.sampling import multi_turn
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.multi_turn import MultiTurn
-from semrl_jax.sampling.openings import held_out_tasks, training_tasks
+from semrl_jax.sampling.openings import first_answers, held_out_tasks, training_tasks
 from semrl_jax.sampling.requests import Draw, stream_seed
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
@@ -324,3 +324,44 @@ def test_episodes_that_are_not_played_to_the_end_leave_no_process(
     with contextlib.closing(found):
         assert next(found).sample_id == "0"
     assert len(set(map(id, ended_episodes))) == 2
+
+
+ASKS_WITH_IDS = """
+import json, os, urllib.request
+
+logprobs = []
+
+def ask(ids):
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/inference/v1/generate"
+    with urllib.request.urlopen(url, json.dumps({"token_ids": ids}).encode()) as answer:
+        (choice,) = json.load(answer)["choices"]
+    content = choice["logprobs"]["content"]
+    assert [each["token"] for each in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+    logprobs.extend(each["logprob"] for each in content)
+    return ids + choice["token_ids"]
+
+ids = ask([40, 41, 42])
+if len(ids) == 4:
+    ask([40, 41])
+ids = ask(ids + [50, 51])
+print(sum(logprobs))
+"""
+
+
+def test_a_program_may_ask_with_token_ids(tokenizer, tmp_path):
+    (tmp_path / "agent.py").write_text(ASKS_WITH_IDS)
+    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    name = f"agent:program={tmp_path}/agent.py:tasks={tmp_path}/tasks.jsonl"
+    with EnvironmentPools(section(name), [name]) as environments:
+        examples = held_out_tasks(environments[name], 1, tokenizer, print)
+        assert first_answers(examples, tokenizer, environments) == []
+        assert examples[0].prompt_ids.tolist() == [40, 41, 42]
+        policy = Policy(tokenizer, ended("one", "two"), ["<|im_end|>"])
+        found = play(environments, examples, tokenizer, policy)
+    one, two = map(tokenizer.encode, ended("one", "two"))
+    whole = found["0"]
+    assert whole.response_ids.tolist() == [*one, 50, 51, *two]
+    assert whole.response_mask.tolist() == [True] * len(one) + [False] * 2 + [True] * len(two)
+    expected = -sum(range(1, len(one) + 1)) - sum(range(1, len(two) + 1))
+    assert whole.turn_rewards.tolist() == [0.0, expected] and not whole.environment_error
+    assert "began another conversation" in found["1"].environment_error

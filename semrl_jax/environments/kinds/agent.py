@@ -1,18 +1,24 @@
 """A program that asks an OpenAI endpoint: each of its questions is a turn of the policy.
 
-The endpoint is on a port of this process. The program finds its address in OPENAI_BASE_URL, the
-task, a JSON object, in TASK, and a seed in SEED. Its reward is the number in the last line that it
-prints (not as an error), or, without one, 1 for the exit status 0 and 0 for another.
+The endpoint is on a port of this process. The program finds its address in OPENAI_BASE_URL, a seed
+in SEED, and the task, a JSON object, in standard input and, unless it is large, in TASK. Its reward
+is the number in the last line that it prints (not as an error), or, without one, 1 for the exit
+status 0 and 0 for another.
+
+The endpoint takes chats, and prompts of token ids from programs that tokenise themselves, such as
+verifiers' train client.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
 import pathlib
 import queue
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from semrl_jax.data import read_rows
-from semrl_jax.environments.interface import Message, Turn
+from semrl_jax.environments.interface import TOKEN_IDS, Message, Turn
 from semrl_jax.environments.tools.formats import choose_format
 from semrl_jax.environments.tools.functions import Answer
 from semrl_jax.support.errors import UserError
@@ -29,6 +35,7 @@ from semrl_jax.support.errors import UserError
 FORM = choose_format(None, "hermes")
 MAX_BODY_BYTES = 8 * 2**20
 MAX_PRINTED_BYTES = 2000  # of the program's last line, and of its error
+MAX_TASK_BYTES = 100_000  # of TASK: Linux refuses a variable of 128 KiB
 
 
 class Environment:
@@ -52,28 +59,36 @@ class Environment:
 
     def reset(self, task: Mapping[str, Any], seed: int) -> list[Message]:
         if self._process is not None:  # of another task, whose first question was enough
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._question.answer.put(None)
-        self._messages: list[dict[str, Any]] = []  # what the program and the policy have said
+        self._said: list[Any] = []  # by the program and the policy: messages, or token ids
         self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - for long
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        server.daemon_threads, server.asked = True, self._asked
+        server = _Server(("127.0.0.1", 0), _Handler)
+        server.asked = self._asked
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        self._process = subprocess.Popen(
-            self._command,
-            env={
-                **os.environ,
-                "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1",
-                "OPENAI_API_KEY": "none",
-                "TASK": json.dumps(task),
-                "SEED": str(seed),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._errors,
-        )
+        text = json.dumps(task).encode()
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1",
+            "OPENAI_API_KEY": "none",
+            "SEED": str(seed),
+        }
+        if len(text) <= MAX_TASK_BYTES:
+            environment["TASK"] = text.decode()
+        with tempfile.TemporaryFile() as given:
+            given.write(text)
+            given.seek(0)
+            self._process = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdin=given,
+                stdout=self._output,
+                stderr=self._errors,
+                start_new_session=True,  # so that its children can be killed with it
+            )
         process, asked = self._process, self._asked
 
         def await_end() -> None:
@@ -90,38 +105,48 @@ class Environment:
         return messages
 
     def step(self, message: str) -> Turn:
-        calls = FORM.parse(message) if self._question.tools else []
-        said: dict[str, Any] = {"role": "assistant", "content": message}
-        if calls and not any(call.error for call in calls):
-            said = {"role": "assistant", "content": None, "tool_calls": [
-                {"id": f"call_{len(self._messages)}_{number}", "type": "function", "function":
-                    {"name": call.name, "arguments": json.dumps(call.arguments)}}
-                for number, call in enumerate(calls)
-            ]}  # fmt: skip
-        self._messages.append(said)
+        if self._question.is_of_ids:
+            said = json.loads(message) if message else {"token_ids": [], "logprobs": []}
+            self._said = [*self._said, *said["token_ids"]]
+        else:
+            said = self._message(message)
+            self._said.append(_plain(said))
         self._question.answer.put(said)
         messages = self._next()
         if messages is None:
             return Turn(reward=self._reward(), done=True)
         return Turn(messages)
 
+    def _message(self, text: str) -> dict[str, Any]:
+        """The policy's message as OpenAI's clients expect it."""
+        calls = FORM.parse(text) if self._question.tools else []
+        if not calls or any(call.error for call in calls):
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": None, "tool_calls": [
+            {"id": f"call_{len(self._said)}_{number}", "type": "function", "function":
+                {"name": call.name, "arguments": json.dumps(call.arguments)}}
+            for number, call in enumerate(calls)
+        ]}  # fmt: skip
+
     def _next(self) -> list[Message] | None:
         """What the program says to the policy next; None if it has ended."""
         question = self._asked.get()
         if question is None:
             return None
-        known = len(self._messages)
-        if list(map(_plain, question.messages[:known])) != list(map(_plain, self._messages)):
+        known, said = len(self._said), question.said
+        if not question.is_of_ids:
+            said = list(map(_plain, said))
+        if said[:known] != self._said:
             raise ValueError("the program began another conversation; an episode has one")
-        new = question.messages[known:]
-        messages = [_plain(each) for each in new]
+        new = said[known:]
+        self._said, self._question = said, question
+        if question.is_of_ids:
+            return [{"role": TOKEN_IDS, "content": json.dumps(new)}]
         if not known:
-            messages = FORM.told(messages, question.tools)
-        elif all(each["role"] == "tool" for each in messages):
-            messages = FORM.messages([Answer(each["content"]) for each in messages])
-        self._messages = list(question.messages)
-        self._question = question
-        return messages
+            return FORM.told(new, question.tools)
+        if all(each["role"] == "tool" for each in new):
+            return FORM.messages([Answer(each["content"]) for each in new])
+        return new
 
     def _reward(self) -> float:
         try:
@@ -140,9 +165,14 @@ def _tasks(file: str) -> Iterator[dict[str, Any]]:
 class _Question:
     """The body of a request, and where its answer goes."""
 
-    def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]):
-        self.messages, self.tools = messages, tools
+    def __init__(self, said: list[Any], tools: Sequence[dict[str, Any]], is_of_ids: bool):
+        self.said, self.tools, self.is_of_ids = said, tools, is_of_ids
         self.answer: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # connections that come at once
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -154,21 +184,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send({"object": "list", "data": [model]} if is_list else model)
 
     def do_POST(self) -> None:
+        is_of_ids = self.path.endswith("/inference/v1/generate")
         try:
             length = int(self.headers["Content-Length"])
             body = json.loads(self.rfile.read(min(length, MAX_BODY_BYTES)))
-            messages = [{**message, "role": message["role"]} for message in body["messages"]]
-        except (KeyError, TypeError, ValueError) as error:
+            if is_of_ids:
+                said = list(map(int, body["token_ids"]))
+            else:
+                said = [{**message, "role": message["role"]} for message in body["messages"]]
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             self.close_connection = True
             return self._send({"error": {"message": f"the body cannot be read: {error!r}"}}, 400)
-        if not self.path.endswith("/chat/completions") or body.get("n", 1) not in (None, 1):
+        is_chat = self.path.endswith("/chat/completions")
+        if not (is_chat or is_of_ids) or body.get("n", 1) not in (None, 1):
             return self._send({"error": {"message": "only chats with n=1 are answered"}}, 400)
-        question = _Question(messages, body.get("tools") or ())
+        question = _Question(said, body.get("tools") or (), is_of_ids)
         self.server.asked.put(question)
         message = question.answer.get()
         if message is None:  # nobody waits
             self.close_connection = True
             return
+        if is_of_ids:
+            return self._send(_generated(len(said), **message))
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         common = {"id": "chat", "created": 0, "model": body.get("model", "policy")}
         choice = {"index": 0, "finish_reason": finish, "logprobs": None}
@@ -197,6 +234,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def _generated(num_prompt: int, token_ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+    """The policy's tokens as vLLM sends them."""
+    content = [
+        {"token": f"token_id:{i}", "logprob": value}
+        for i, value in zip(token_ids, logprobs, strict=True)
+    ]
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": token_ids}
+    return {
+        "request_id": "generate",
+        "choices": [{**choice, "logprobs": {"content": content}}],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": len(token_ids),
+            "total_tokens": num_prompt + len(token_ids),
+        },
+    }
 
 
 def _plain(message: Mapping[str, Any]) -> Message:

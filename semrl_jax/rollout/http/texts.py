@@ -7,10 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from semrl_jax.data.chat_templates import TemplateError, render_chat
 from semrl_jax.data.stop_strings import TokenBytes, before_stop, stop_text
-from semrl_jax.data.templates import chat_template_text
 from semrl_jax.data.tokenizer import Tokenizer
+from semrl_jax.data.turns import ChatTurns
 from semrl_jax.environments.tools.formats import ToolFormat, choose_format
 from semrl_jax.environments.tools.functions import Answer
 
@@ -24,7 +23,7 @@ class Texts:
         self.bytes = TokenBytes(tokenizer)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """The token ids of a text; a rendered chat has its special tokens already."""
+        """The token ids of a text, which may have control tokens."""
         return self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
 
     def chat(
@@ -32,20 +31,19 @@ class Texts:
     ) -> list[int]:
         """The prompt of a conversation, up to the place where the assistant's message begins.
 
-        Raises ValueError if there is no chat template, or it refuses the messages.
+        Control tokens that a message writes out stay text. Raises ValueError if there is no chat
+        template, or it refuses the messages.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("the tokenizer has no chat template; take /v1/completions.")
         messages, form = [_as_templates_take(each) for each in messages], self._form(tools)
         if form and not form.in_template:
             messages, tools = form.told([_as_text(each, form) for each in messages], tools), ()
-        template = chat_template_text(self.tokenizer, tools)
-        try:
-            (rendered,) = render_chat(self.tokenizer, template, [(messages, True)], tools=tools)
-        except TemplateError as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"messages: the chat template refuses them ({reason}).") from None
-        return self.encode(rendered.text, False)
+        (begun,) = ChatTurns(self.tokenizer, self.end_token_ids, tools).begun([messages])
+        if begun.error:
+            reason = " ".join(begun.error.split())[:200]
+            raise ValueError(f"messages: the chat template refuses them ({reason}).")
+        return begun.token_ids
 
     def text(self, ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
         """A response without special tokens, up to its stop string."""

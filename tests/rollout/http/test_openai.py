@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import contextlib
+import time
 
+import jax
 import numpy as np
 import openai
 import pytest
@@ -90,6 +92,38 @@ def test_a_stream_has_the_text_of_the_whole(served, stop):
         num_pieces.append(len(choices))
         assert not any(each in text for each in stop)
     assert max(num_pieces) > (3 if stop else 20)  # token by token
+
+
+def test_a_stream_across_an_update_has_the_weights_of_its_begin(
+    served, policy, params, monkeypatch
+):
+    options = {"seed": 5, "logprobs": True, "extra_body": {"ignore_eos": True}}
+    before = chat(served, **options).choices[0]
+    step = type(served.engine)._step
+
+    def slow(*arguments):
+        time.sleep(0.05)
+        return step(*arguments)
+
+    monkeypatch.setattr(type(served.engine), "_step", slow)
+    chunks, was_updating = [], False
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for chunk in chat(served, stream=True, **options):
+            chunks.append(chunk.choices[0])
+            if len(chunks) == 2:  # the first one comes before the call begins
+                negated = jax.tree.map(lambda leaf: -leaf, params)
+                update = pool.submit(served.load, policy, negated, 4)
+            was_updating |= served.replica._server._service._updating
+    try:
+        assert update.result().step == 4 and was_updating
+        assert "".join(each.delta.content or "" for each in chunks) == before.message.content
+        assert chunks[-1].semrl == before.semrl == {"run_id": "run", "step": 3}
+        sampled = before.logprobs.model_dump()
+        assert chunks[-1].logprobs.model_dump() == sampled
+        after = chat(served, **options).choices[0]
+        assert after.semrl["step"] == 4 and after.logprobs.model_dump() != sampled
+    finally:
+        assert served.load(policy, params) == served.version
 
 
 def test_choices_have_seeds_of_their_own(served):
