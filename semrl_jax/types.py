@@ -205,6 +205,8 @@ class Rollout:
         given. The policy attends to context, but context has no log-probability, no row in a
         metric, no advantage and no loss, and no length or mean over tokens counts it. At least
         one token is True, unless the response was aborted.
+      conversations: int32, the conversation of each token, of an episode with several: a token
+        attends to earlier ones of its own. The prompt begins number 0. None: there is one.
       turn_rewards: float32, of each turn of the policy, which is a run of True in `response_mask`;
         None without an environment.
       turn_effective_rank, turn_effective_rank_velocity, turn_effective_rank_acceleration: float32,
@@ -235,6 +237,7 @@ class Rollout:
     effective_ranks: Float[np.ndarray, " K"] | None = None
     prompt_states: Float[np.ndarray, "_ L D"] | None = None
     response_mask: Bool[np.ndarray, " T"] | None = None  # never None in an instance
+    conversations: Int[np.ndarray, " T"] | None = None
     turn_rewards: Float[np.ndarray, " _"] | None = None
     turn_effective_rank: Float[np.ndarray, " _"] | None = None
     turn_effective_rank_velocity: Float[np.ndarray, " _"] | None = None
@@ -308,7 +311,10 @@ TOKEN_ARRAYS = (
     TokenArray(
         "effective_ranks", "<f4", wire="effective_ranks", is_optional=True, is_per_token=False
     ),
-    *(  # of the trainer alone
+    TokenArray(
+        "conversations", "<i4", is_optional=True
+    ),  # this one and those below: of the trainer
+    *(
         TokenArray(name, "<f4", is_optional=True, is_per_token=False)
         for name in ("turn_rewards", *TURN_METRICS)
     ),
@@ -375,7 +381,8 @@ class RolloutBatch(NamedTuple):
     A row is [prompt, left-padded to P | response, right-padded to T], S = P + T columns.
 
     Attributes:
-      token_ids, positions, segment_ids: int32, as in `data.padding.PaddedTokens`.
+      token_ids, positions, segment_ids: int32, as in `data.padding.PaddedTokens`. In an episode of
+        several conversations, segment c + 1 is conversation c, with positions of its own.
       response_mask: True on response tokens that the policy sampled, the end token included; False
         on padding, and on context between them, which `segment_ids` counts as tokens.
       rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False.

@@ -113,6 +113,10 @@ def read_responses(file: pathlib.Path, needed: Sequence[str] = ()) -> list[dict[
     if not rows:
         raise UserError(f"{file} has no response.")
     for row in rows:
+        if row.get("conversations") is not None:
+            raise UserError(
+                f"{file}: an episode has several conversations, which are not computed again here."
+            )
         row |= {name: np.asarray(row[name], np.int32) for name in IDS}
         mask, num_tokens = row.get("response_mask"), len(row["response_ids"])
         row["response_mask"] = np.asarray([True] * num_tokens if mask is None else mask, bool)

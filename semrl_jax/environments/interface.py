@@ -28,6 +28,8 @@ TOKEN_IDS = "token_ids"  # a role: the content is token ids, a list in JSON
 FIRST_ROLES = ("system", "user", "assistant", "tool", TOKEN_IDS)
 ROLES = ("system", "user", "tool", TOKEN_IDS)  # of an answer: no one else speaks for the policy
 
+MAX_CONVERSATIONS = 1000  # of an episode
+
 Message = dict[str, str]  # "role" and "content"
 
 
@@ -45,6 +47,9 @@ class Turn(NamedTuple):
     # Whether the policy's next message is trained on. If not, the policy plays an opponent: the
     # message is context, and its reward goes to the last message that is trained on.
     is_own: bool = True
+    # The conversation that the messages continue; the prompt begins number 0. A new number begins
+    # another one: its messages are all of it so far. The policy sees one conversation at a time.
+    conversation: int = 0
 
 
 @runtime_checkable
@@ -170,7 +175,7 @@ def _turn(result: Any, max_chars: int) -> Turn:
             f"step must return a Turn or its first three values, not {result!r:.80}; "
             "environment.name=gymnasium:env=... plays classes of Gymnasium"
         )
-    messages, reward, done, is_own = Turn(*result)
+    messages, reward, done, is_own, conversation = Turn(*result)
     by_name = isinstance(reward, collections.abc.Mapping)
     given = list(reward.values()) if by_name else reward
     given = list(given) if isinstance(given, list | tuple) else [given]
@@ -187,10 +192,14 @@ def _turn(result: Any, max_chars: int) -> Turn:
             raise GarbageError(f"{name} must be a bool, not {flag!r:.50}")
     if done:
         return Turn((), value, True)
-    found = as_messages(messages, ROLES, max_chars)
+    if not isinstance(conversation, numbers.Integral) or not 0 <= conversation < MAX_CONVERSATIONS:
+        raise GarbageError(
+            f"conversation={conversation!r:.50} must be a whole number below {MAX_CONVERSATIONS}"
+        )
+    found = as_messages(messages, FIRST_ROLES if conversation else ROLES, max_chars)
     if not found:
         raise GarbageError("a turn that is not done needs a message for the policy")
-    return Turn(found, value, False, bool(is_own))
+    return Turn(found, value, False, bool(is_own), int(conversation))
 
 
 def as_messages(messages: Any, roles: Sequence[str], max_chars: int) -> list[Message]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_collections
 import numpy as np
+from jaxtyping import Int
 
 from semrl_jax import data
 from semrl_jax.data.turns import ChatTurns, Continued, Transcript
@@ -44,6 +45,9 @@ class MultiTurn:
     - when a turn of the policy reaches `max_tokens`, the limit of all tokens of the episode. The
       environment does not get such a message: half a call of a tool must not run;
     - when an answer leaves no room for one more token. It is left out.
+    An environment may begin further conversations. The policy sees one of them at a time, and the
+    episode is the sequence of all their tokens, each with the number of its conversation.
+
     In the last two cases the finish reason is "length", else the one of the policy's last turn. The
     rewards of all turns count. A prompt without an environment is answered in a single turn.
 
@@ -139,7 +143,8 @@ class MultiTurn:
             begun = turns.begun([openings[group].messages for group in groups])
             by_group = dict(zip(groups, begun, strict=True))
             for one in ones:
-                one.transcript = by_group[one.request.group_id].transcript
+                first = by_group[one.request.group_id].transcript
+                one.conversations[0] = _Conversation(first, [one.request.prompt_ids])
         return played
 
     def _asked(
@@ -182,12 +187,15 @@ class MultiTurn:
                 going.append(one)
         texts: dict[_Played, Continued] = {}
         for turns, ones in _by_turns(going):
+            known = [one for one in ones if one.current in one.conversations]
             found = turns.continued(
-                [one.transcript for one in ones],
-                [one.messages for one in ones],
-                [int(one.so_far.response_ids[-1]) for one in ones],
+                [one.conversation.transcript for one in known],
+                [one.messages for one in known],
+                [int(one.conversation.token_ids[-1][-1]) for one in known],
             )
-            texts.update(zip(ones, found, strict=True))
+            texts.update(zip(known, found, strict=True))
+            new = [one for one in ones if one.current not in one.conversations]
+            texts.update(zip(new, turns.begun([one.messages for one in new]), strict=True))
         open_ones = []
         for one in going:
             text = texts[one]
@@ -198,15 +206,14 @@ class MultiTurn:
             elif one.num_tokens + len(text.token_ids) >= self.max_tokens:
                 yield one.ended("length")
             else:
-                one.transcript = text.transcript
-                one.so_far = with_context(one.so_far, np.array(text.token_ids, np.int32))
+                one.go_on(text)
                 open_ones.append(one)
         return open_ones
 
     def _said(self, one: _Played, rollout: Rollout) -> str:
         """What the environment reads of a turn."""
         ids = rollout.response_ids
-        if one.transcript.is_of_ids:
+        if one.conversation.transcript.is_of_ids:
             # Nine digits are exact for float32.
             logprobs = [float(f"{value:.9g}") for value in rollout.rollout_logprobs.tolist()]
             return json.dumps({"token_ids": ids.tolist(), "logprobs": logprobs})
@@ -223,13 +230,23 @@ def _by_turns(played: Iterable[_Played]) -> Iterable[tuple[ChatTurns, list[_Play
 
 
 @dataclasses.dataclass(eq=False)
+class _Conversation:
+    """What the policy sees of an episode."""
+
+    transcript: Transcript  # up to the policy's next turn
+    token_ids: list[Int[np.ndarray, " _"]]  # of all up to there, in parts
+
+
+@dataclasses.dataclass(eq=False)
 class _Played:
     """An episode that is being played."""
 
     request: SampleRequest
     environment: Episode | None = None  # None if the prompt has none
     turns: ChatTurns | None = None
-    transcript: Transcript | None = None  # up to the policy's next turn
+    conversations: dict[int, _Conversation] = dataclasses.field(default_factory=dict)
+    current: int = 0  # the conversation of the policy's next turn
+    numbers: list[Int[np.ndarray, " _"]] = dataclasses.field(default_factory=list)  # see Rollout
     so_far: Rollout | None = None  # all turns
     rewards: list[float] = dataclasses.field(default_factory=list)
     answer: Future[Answer] | None = None  # of the environment, which is awaited
@@ -243,12 +260,16 @@ class _Played:
     def num_tokens(self) -> int:
         return 0 if self.so_far is None else len(self.so_far.response_ids)
 
+    @property
+    def conversation(self) -> _Conversation:
+        return self.conversations[self.current]
+
     def next_request(self, turn: int) -> SampleRequest:
         if self.so_far is None:
             return self.request
         return dataclasses.replace(
             self.request,
-            prompt_ids=np.concatenate([self.request.prompt_ids, self.so_far.response_ids]),
+            prompt_ids=np.concatenate(self.conversation.token_ids),
             seed=stream_seed(self.request.seed, turn),
         )
 
@@ -263,7 +284,22 @@ class _Played:
             self.so_far = joined(self.so_far, rollout)
         else:
             self.so_far = with_context(self.so_far, rollout.response_ids)
+        if self.environment is not None:
+            self._follow(rollout.response_ids)
         return rollout.finish_reason
+
+    def go_on(self, text: Continued) -> None:
+        """Adds what the environment wrote."""
+        ids = np.array(text.token_ids, np.int32)
+        if self.current not in self.conversations:
+            self.conversations[self.current] = _Conversation(text.transcript, [])
+        self.conversation.transcript = text.transcript
+        self.so_far = with_context(self.so_far, ids)
+        self._follow(ids)
+
+    def _follow(self, token_ids: Int[np.ndarray, " _"]) -> None:
+        self.conversation.token_ids.append(token_ids)
+        self.numbers.append(np.full(len(token_ids), self.current, np.int32))
 
     def take_answer(self) -> bool:
         """Waits for the environment; returns whether the episode is over."""
@@ -274,7 +310,7 @@ class _Played:
         given = turn.reward if isinstance(turn.reward, list) else [turn.reward]
         for place, reward in enumerate(given, len(self.rewards) - len(given)):
             self.rewards[place] += reward
-        self.messages, self.error = turn.messages, error
+        self.messages, self.error, self.current = turn.messages, error, turn.conversation
         self.seconds += seconds
         self.verdicts.update(verdicts)
         return turn.done
@@ -284,6 +320,7 @@ class _Played:
         self.environment.end()
         return dataclasses.replace(
             self.so_far,
+            conversations=np.concatenate(self.numbers) if len(self.conversations) > 1 else None,
             finish_reason=reason or self.so_far.finish_reason,
             turn_rewards=np.array(self.rewards, np.float32),
             environment_error=self.error,

@@ -93,6 +93,10 @@ COLUMNS = {
         "false on context that the policy did not sample, whose log-probability is 0; only if a "
         "response has context",
     ),
+    "conversations": Column(
+        _per_token(pa.int32()),
+        "conversation of each response token; only if an episode has several",
+    ),
     "turn_rewards": Column(
         _per_token(pa.float32()),
         "reward of each turn of the policy; only with an [environment](environments.md)",

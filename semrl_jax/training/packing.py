@@ -7,8 +7,8 @@ a row apart, and positions start from 0 in each.
 
 Responses to the same prompt share it if that takes less computation. A bundle then takes the place
 of a sequence: the prompt once, and several responses after it. Each response attends to the prompt
-and to itself. Positions of each response begin after the last position of the prompt. Such rows are
-filled in the order of the responses, so a prompt is once in each row that has responses to it.
+and to itself. Positions of each response begin after the last position of the prompt. A further
+conversation of an episode is a segment of its own. Such rows are filled in the order of the responses, so a prompt is once in each row that has responses to it.
 
 Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
 into slots, and only slots get logits. Context inside a response (False in `response_mask`) is
@@ -167,7 +167,8 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
     `micro_batch_tokens`.
     """
     prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
-    tokens = batch.segment_ids == 1
+    tokens = batch.segment_ids > 0
+    order = np.cumsum(tokens, axis=1) - 1  # of the tokens of a sequence
     # Whether each prompt has a token and equals the prompt before it.
     of_prompts = tokens[:, :prompt_columns]
     prompts = np.where(of_prompts, batch.token_ids[:, :prompt_columns], -1)
@@ -193,7 +194,8 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
     )
     starts = np.zeros((len(tokens), 2), np.int64)
     segments = np.zeros((len(tokens), 2), np.int64)
-    first_slots, numbers = np.zeros((2, len(tokens)), np.int64)
+    first_slots, numbers, further = np.zeros((3, len(tokens)), np.int64)
+    num_further = np.maximum(batch.segment_ids.max(axis=1), 1) - 1  # conversations of an episode
     row_of = chosen.row_of[chosen.bundle_of]
     bundle_sizes = np.bincount(chosen.bundle_of)
     previous = -1
@@ -212,19 +214,25 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
         columns_used[row] += sequences.responses[index]
         first_slots[index] = slots_used[row]
         slots_used[row] += sequences.slots[index]
+        further[index] = sequences_used[row] - 1
+        sequences_used[row] += num_further[index]
 
     # The column of each token, [B, S]. Entries outside `tokens` are not used.
     is_response = (np.arange(tokens.shape[1]) >= prompt_columns).astype(np.int64)
     before_response = np.stack([np.zeros_like(sequences.prompts), sequences.prompts], axis=1)
-    columns = (starts - before_response)[:, is_response] + batch.positions
+    columns = (starts - before_response)[:, is_response] + order
     to = row_of[:, None] * chosen.num_columns + columns
     held = batch.response_mask
     slots = (row_of * chosen.num_slots + first_slots)[:, None] + np.cumsum(held, axis=1) - 1
     slots = np.where(held, slots, -1).astype(np.int32)  # [B, T]
     # The state before a token produced it: of the prompt's last token, or of the column before.
-    is_first = batch.positions[:, prompt_columns:] == sequences.prompts[:, None]
+    is_first = order[:, prompt_columns:] == sequences.prompts[:, None]
     end_of_prompt = (starts[:, 0] + sequences.prompts)[:, None]
     sources = np.where(is_first, end_of_prompt, columns[:, prompt_columns:]) - 1  # [B, T]
+
+    of_tokens = segments[:, is_response]
+    is_further = batch.segment_ids > 1
+    of_tokens = np.where(is_further, further[:, None] + batch.segment_ids, of_tokens)
 
     def filled(shape, where, values) -> Int[np.ndarray, "M R _"]:
         found = np.zeros(shape, np.int32)
@@ -236,7 +244,7 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
     rows = TokenRows(
         token_ids=filled(shape, to[tokens], batch.token_ids[tokens]),
         positions=filled(shape, to[tokens], batch.positions[tokens]),
-        segment_ids=filled(shape, to[tokens], segments[:, is_response][tokens]),
+        segment_ids=filled(shape, to[tokens], of_tokens[tokens]),
         response_ids=filled(slots_shape, slots[held], batch.token_ids[:, prompt_columns:][held]),
         sources=filled(slots_shape, slots[held], sources[held]),
         sequence_ids=filled(slots_shape, slots[held], np.repeat(numbers, sequences.slots)),

@@ -103,5 +103,5 @@ def batch_scores(
 def last_tokens(batch: RolloutBatch) -> Bool[np.ndarray, "B T"]:
     """True at the last token of each response, which may be one of context."""
     num_columns = batch.response_mask.shape[1]
-    lengths = np.sum(batch.segment_ids[:, -num_columns:] == 1, axis=1)
+    lengths = np.sum(batch.segment_ids[:, -num_columns:] > 0, axis=1)
     return np.arange(num_columns) == lengths[:, None] - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from semrl_jax import data
 from semrl_jax.algorithms.credit import Tokens
@@ -39,6 +39,11 @@ def pad_batch(
         response_length=response_length,
         pad_id=pad_token_id,
     )
+    for row, rollout in enumerate(rollouts):
+        if rollout.conversations is not None:
+            place = row, slice(-response_length, len(responses[row]) - response_length or None)
+            rows.segment_ids[place] = rollout.conversations + 1
+            rows.positions[place] = _positions(rollout.conversations, len(prompts[row]))
     masks = [rollout.response_mask for rollout in rollouts]
     logprobs = [rollout.rollout_logprobs for rollout in rollouts]
     return RolloutBatch(
@@ -46,6 +51,15 @@ def pad_batch(
         response_mask=data.pad_response_values(masks, response_length, bool),
         rollout_logprobs=data.pad_response_values(logprobs, response_length),
     )
+
+
+def _positions(conversations: Int[np.ndarray, " T"], num_prompt: int) -> Int[np.ndarray, " T"]:
+    """The position of each token in its conversation; the prompt is the beginning of number 0."""
+    found = np.zeros(len(conversations), np.int32)
+    for number in np.unique(conversations):
+        own = conversations == number
+        found[own] = np.arange(own.sum()) + (num_prompt if number == 0 else 0)
+    return found
 
 
 def credited_tokens(

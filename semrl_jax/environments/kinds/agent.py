@@ -62,7 +62,8 @@ class Environment:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._question.answer.put(None)
-        self._said: list[Any] = []  # by the program and the policy: messages, or token ids
+        # Said by the program and the policy in each conversation: messages, or token ids.
+        self._said: list[list[Any]] = []
         self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - for long
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -98,24 +99,21 @@ class Environment:
             server.server_close()
 
         threading.Thread(target=await_end, daemon=True).start()
-        messages = self._next()
-        if messages is None:
+        turn = self._next()
+        if turn is None:
             said = _last_line(self._errors) or _last_line(self._output)
             raise ValueError(f"the program asked nothing: {said}")
-        return messages
+        return turn.messages
 
     def step(self, message: str) -> Turn:
         if self._question.is_of_ids:
             said = json.loads(message) if message else {"token_ids": [], "logprobs": []}
-            self._said = [*self._said, *said["token_ids"]]
+            self._current.extend(said["token_ids"])
         else:
             said = self._message(message)
-            self._said.append(_plain(said))
+            self._current.append(_plain(said))
         self._question.answer.put(said)
-        messages = self._next()
-        if messages is None:
-            return Turn(reward=self._reward(), done=True)
-        return Turn(messages)
+        return self._next() or Turn(reward=self._reward(), done=True)
 
     def _message(self, text: str) -> dict[str, Any]:
         """The policy's message as OpenAI's clients expect it."""
@@ -123,30 +121,32 @@ class Environment:
         if not calls or any(call.error for call in calls):
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": None, "tool_calls": [
-            {"id": f"call_{len(self._said)}_{number}", "type": "function", "function":
+            {"id": f"call_{len(self._current)}_{number}", "type": "function", "function":
                 {"name": call.name, "arguments": json.dumps(call.arguments)}}
             for number, call in enumerate(calls)
         ]}  # fmt: skip
 
-    def _next(self) -> list[Message] | None:
+    def _next(self) -> Turn | None:
         """What the program says to the policy next; None if it has ended."""
         question = self._asked.get()
         if question is None:
             return None
-        known, said = len(self._said), question.said
-        if not question.is_of_ids:
-            said = list(map(_plain, said))
-        if said[:known] != self._said:
-            raise ValueError("the program began another conversation; an episode has one")
-        new = said[known:]
-        self._said, self._question = said, question
+        said = question.said if question.is_of_ids else list(map(_plain, question.said))
+        begun = [each for each in self._said if said[: len(each)] == each]
+        self._current = max(begun, key=len, default=[])  # what the question continues
+        new = said[len(self._current) :]
+        if not begun:
+            self._said.append(self._current)
+        number = next(i for i, each in enumerate(self._said) if each is self._current)
+        self._current.extend(new)
+        self._question = question
         if question.is_of_ids:
-            return [{"role": TOKEN_IDS, "content": json.dumps(new)}]
-        if not known:
-            return FORM.told(new, question.tools)
-        if all(each["role"] == "tool" for each in new):
-            return FORM.messages([Answer(each["content"]) for each in new])
-        return new
+            new = [{"role": TOKEN_IDS, "content": json.dumps(new)}]
+        elif not begun:
+            new = FORM.told(new, question.tools)
+        elif new and all(each["role"] == "tool" for each in new):
+            new = FORM.messages([Answer(each["content"]) for each in new])
+        return Turn(new, conversation=number)
 
     def _reward(self) -> float:
         try:
