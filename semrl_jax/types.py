@@ -311,9 +311,8 @@ TOKEN_ARRAYS = (
     TokenArray(
         "effective_ranks", "<f4", wire="effective_ranks", is_optional=True, is_per_token=False
     ),
-    TokenArray(
-        "conversations", "<i4", is_optional=True
-    ),  # this one and those below: of the trainer
+    # Of the trainer alone:
+    TokenArray("conversations", "<i4", is_optional=True),
     *(
         TokenArray(name, "<f4", is_optional=True, is_per_token=False)
         for name in ("turn_rewards", *TURN_METRICS)

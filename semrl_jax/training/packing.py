@@ -7,8 +7,9 @@ a row apart, and positions start from 0 in each.
 
 Responses to the same prompt share it if that takes less computation. A bundle then takes the place
 of a sequence: the prompt once, and several responses after it. Each response attends to the prompt
-and to itself. Positions of each response begin after the last position of the prompt. A further
-conversation of an episode is a segment of its own. Such rows are filled in the order of the responses, so a prompt is once in each row that has responses to it.
+and to itself. Positions of each response begin after the last position of the prompt. Such rows are
+filled in the order of the responses, so a prompt is once in each row that has responses to it.
+Further conversations of an episode are segments of their own.
 
 Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
 into slots, and only slots get logits. Context inside a response (False in `response_mask`) is

@@ -167,9 +167,11 @@ def test_many_first_questions_leave_nothing_open(tmp_path):
     wait_until(lambda: num_open() <= before + 3)  # both files, and a thread that ends
 
 
-def test_another_conversation_is_the_episodes_failure(played):
-    _, (failed,) = played(0, "other")
-    assert "began another conversation; an episode has one" in failed.error
+def test_another_conversation_has_its_own_number(played):
+    _, (other, end) = played(0, "other", "5")
+    assert other.turn.messages == [{"role": "user", "content": "New."}]
+    assert (other.turn.conversation, other.turn.done) == (1, False)
+    assert (end.turn.done, end.turn.reward) == (True, 1.0)
 
 
 def test_mistakes_are_one_line():
@@ -246,7 +248,7 @@ def with_mark(mark):
         (["close"], 0, 1.0, ""),
         (["signal"], 0, 0.0, ""),
         (["connections", "end"], 0, 0.5, ""),
-        (["twice", "end"], 0, 0.0, "exception: ValueError: the program began another conv"),
+        (["twice", "end", "end"], 0, 1.0, ""),  # the second is another conversation
         (["nan"], 0, 0.0, "invalid: reward must be a number"),
         (["end"], 200_000, 1.0, ""),  # of a task that is too large for a variable
     ],

@@ -356,7 +356,7 @@ def test_a_program_may_ask_with_token_ids(tokenizer, tmp_path):
         examples = held_out_tasks(environments[name], 1, tokenizer, print)
         assert first_answers(examples, tokenizer, environments) == []
         assert examples[0].prompt_ids.tolist() == [40, 41, 42]
-        policy = Policy(tokenizer, ended("one", "two"), ["<|im_end|>"])
+        policy = Policy(tokenizer, ended("one", "two"), ended("", "three", "four"))
         found = play(environments, examples, tokenizer, policy)
     one, two = map(tokenizer.encode, ended("one", "two"))
     whole = found["0"]
@@ -364,4 +364,57 @@ def test_a_program_may_ask_with_token_ids(tokenizer, tmp_path):
     assert whole.response_mask.tolist() == [True] * len(one) + [False] * 2 + [True] * len(two)
     expected = -sum(range(1, len(one) + 1)) - sum(range(1, len(two) + 1))
     assert whole.turn_rewards.tolist() == [0.0, expected] and not whole.environment_error
-    assert "began another conversation" in found["1"].environment_error
+    forked = found["1"]
+    assert forked.conversations[[0, 1, -1]].tolist() == [0, 1, 0]
+    assert forked.response_ids[forked.conversations == 1][:2].tolist() == [40, 41]
+
+
+ASKS_TWO = """
+import json, os, urllib.request
+
+def ask(messages):
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    with urllib.request.urlopen(url, body) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+def user(text):
+    return {"role": "user", "content": text}
+
+first = [user("Write.")]
+said = ask(first)
+second = [{"role": "system", "content": "Short."}, user("Say something about " + said)]
+other = ask(second)
+first += [{"role": "assistant", "content": said}, user(other)]
+last = ask(first)
+again = ask(first)
+print(len(last) + len(again))
+"""
+
+
+def test_a_program_may_have_several_conversations(tokenizer, tmp_path):
+    (tmp_path / "agent.py").write_text(ASKS_TWO)
+    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    name = f"agent:program={tmp_path}/agent.py:tasks={tmp_path}/tasks.jsonl"
+    with EnvironmentPools(section(name), [name]) as environments:
+        examples = held_out_tasks(environments[name], 1, tokenizer, print)
+        policy = Policy(tokenizer, ended("one", "two", "three", "four"))
+        found = play(environments, examples, tokenizer, policy)["0"]
+    prompt = examples[0].prompt_ids
+    assert found.turn_rewards.tolist() == [0, 0, 0, 9] and not found.environment_error
+    ids = {n: found.response_ids[found.conversations == n] for n in range(3)}
+    own = [tokenizer.decode(ids[n][found.response_mask[found.conversations == n]]) for n in ids]
+    assert own == ["one<|im_end|>three<|im_end|>", "two<|im_end|>", "four<|im_end|>"]
+    texts = [tokenizer.decode(ids[n]) for n in ids]
+    assert "system\nShort." in texts[1] and "Say something about one" in texts[1]
+    assert "two" in texts[0].partition("one")[2] and "Short." not in texts[0]
+    # The policy saw each conversation alone, as far as it went.
+    seen = [request.prompt_ids for (request,) in policy.calls]
+    size = len(ids[0]) - len(tokenizer("three<|im_end|>", add_special_tokens=False)["input_ids"])
+    np.testing.assert_array_equal(seen[0], prompt)
+    np.testing.assert_array_equal(seen[2], [*prompt, *ids[0][:size]])
+    for turn, number in ((1, 1), (3, 2)):
+        np.testing.assert_array_equal(seen[turn], ids[number][: len(seen[turn])])
+        assert not found.response_mask[found.conversations == number][: len(seen[turn])].any()
+    # The last question is the first conversation without its answer: a fork of it.
+    assert texts[2].startswith(tokenizer.decode(prompt)) and "one<|im_end|>" in texts[2]
