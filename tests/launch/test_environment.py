@@ -1,11 +1,17 @@
 """A run with an environment, killed between and inside turns, and in two processes."""
 
+import re
+import subprocess
+
 import numpy as np
 import pytest
 
-from tests.fixtures import read_rows, save_chat_model
+from semrl_jax import data
+from tests.environments.test_verifiers import PYTHON, TASKSETS
+from tests.fixtures import read_rows, save_chat_model, save_model
 from tests.launch.comparison import assert_same_run
-from tests.launch.conftest import TINY, succeed, xla_flags
+from tests.launch.conftest import ROOT, TINY, succeed, xla_flags
+from tests.launch.conftest import environment as plain
 from tests.launch.processes import finish, start_processes
 from tests.launch.test_kills import CONFIG, assert_no_orphans, environment, kill_once
 from tests.launch.test_processes import assert_close_rows
@@ -135,3 +141,37 @@ def test_an_agent_that_knows_a_url_is_trained_on(flags, tmp_path):
     assert len(rows) == NUM_STEPS and all(1 < row["episode/turns/mean"] <= 2 for row in rows)
     assert all(row["reward/max"] > row["reward/min"] for row in rows)
     assert all(row["episode/failed_fraction"] == 0 for row in rows)
+
+
+@pytest.mark.soak
+def test_verifiers_is_trained_on_through_its_own_client(tmp_path):
+    """The program of the page, with a renderer that keeps the tokens of two turns."""
+    tokenizer = data.train_tokenizer(["Write about w12. More! user assistant"], 280)
+    tokenizer.unk_token = None  # the renderer wants all tokens of Qwen3's
+    names = "think", "tool_call", "tool_response"
+    tokenizer.add_tokens([f"<{end}{name}>" for name in names for end in ("", "/")])
+    model, rows = tmp_path / "model", tmp_path / "tasks.jsonl"
+    save_model(model, tokenizer, tie_embeddings=True)
+    page = (ROOT / "docs" / "clients.md").read_text()
+    (program,) = re.findall(r"```python\n(# verifiers_agent.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "agent.py").write_text(program.replace("models/Qwen3-0.6B", str(model)))
+    rows.write_text("\n".join(f'{{"id": "vf-distinct", "index": {n}}}' for n in range(6)))
+    arguments = (
+        *FLAGS, "--config.environment.timeout_s=300", "--config.evaluation.num_problems=1",
+        f"--config.environment.name=agent:program={tmp_path}/agent.py:tasks={rows}",
+        f"--config.model.path={model}", "--config.training.num_steps=2",
+        "--config.data.num_prompts=3", "--config.data.prompts_per_step=2",
+        "--config.evaluation.every_steps=100",
+    )  # fmt: skip
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON} is missing: run benchmarks/peers/make_env.sh verifiers")
+    done = subprocess.run(
+        [PYTHON, "-m", "launch.train", f"--config={TINY}", f"--workdir={tmp_path}/run", *arguments],
+        cwd=ROOT, env=plain() | {"PYTHONPATH": f"{ROOT}:{TASKSETS}"}, timeout=3000,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = [row for row in read_rows(tmp_path / "run") if "episode/turns/mean" in row]
+    assert len(found) == 2 and all(1 < row["episode/turns/mean"] <= 2 for row in found)
+    assert all(row["reward/max"] > row["reward/min"] >= 0 for row in found)
+    assert all(row["episode/failed_fraction"] <= 0.25 for row in found)
