@@ -77,6 +77,7 @@ def play(environments, *messages, number=1):
         ("huge", "invalid: reward must be a number from -1e+09", "num_invalid"),
         ("many rewards", "invalid: reward has 100 values, more than the 2 turns", "num_invalid"),
         ("odd owner", "invalid: is_own must be a bool, not 'yes'", "num_invalid"),
+        ("odd conversation", "invalid: conversation=-1 must be a whole number", "num_invalid"),
         ("no number", "invalid: reward must be a number from -1e+09", "num_invalid"),
         ("odd verdict", "invalid: reward has ['odd'], which the environment", "num_invalid"),
         ("large verdict", "invalid: the weighted sum 2e+09 of the reward is", "num_invalid"),

@@ -131,6 +131,8 @@ class Hostile:
                 return Turn("graded", 10**400)
             case "odd owner":
                 return Turn("graded", is_own="yes")
+            case "odd conversation":
+                return Turn("graded", conversation=-1)
             case "verdicts":
                 return Turn("graded", {"right": 1.0, "short": 0.5})
             case "odd verdict":
