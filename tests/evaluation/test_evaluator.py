@@ -11,7 +11,7 @@ from semrl_jax.settings.evaluation import check_sampling, most_responses
 from semrl_jax.support.errors import UserError
 
 OPTIONS = ml_collections.ConfigDict(
-    {"n": 2, "k": (1, 2, 4), "temperature": 0.6, "top_p": 1.0, "top_k": 0}
+    {"n": 2, "k": (1, 2, 4), "temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 )
 
 

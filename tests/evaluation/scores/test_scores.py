@@ -33,7 +33,7 @@ REPEATED = (best_of_k, lengths, majority, mean_at_n, pass_at_k, reflection, repe
 
 
 def options(**fields):
-    defaults = {"n": 4, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "k": (1,)}
+    defaults = {"n": 4, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "k": (1,)}
     return ml_collections.ConfigDict(defaults | fields)
 
 
@@ -47,7 +47,7 @@ def figures(score, problems, **fields):
 
 @pytest.mark.parametrize("score", REPEATED)
 def test_all_share_the_plan_of_the_settings(score):
-    assert score.plan(options()) == Plan(4, 0.6, 0.95, 20)
+    assert score.plan(options()) == Plan(4, 0.6, 0.95, 20, 0.1)
     assert score.per_problem([], options()) is not None  # a benchmark without problems
 
 
