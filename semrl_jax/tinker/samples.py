@@ -12,7 +12,7 @@ import numpy as np
 
 from semrl_jax import models
 from semrl_jax.rollout.client.local import LocalReplica
-from semrl_jax.rollout.wire.codec import GenerateCall
+from semrl_jax.rollout.wire import codec
 from semrl_jax.tinker import weights
 from semrl_jax.tinker.futures import Futures, Request
 from semrl_jax.tinker.messages import encode_samples
@@ -65,7 +65,7 @@ class Samples:
             self._served = ""
 
     def sample(self, jobs: Sequence[Request]) -> list[bytes]:
-        """The results of requests of one key."""
+        """The results of requests of one key; raises ValueError for what cannot be sampled."""
         directory, (sampling, wants_prompt) = self.key(jobs[0].content)
         if directory != self._served:
             self._serve(directory)
@@ -76,9 +76,10 @@ class Samples:
             for index, job in enumerate(jobs)
             for sample, seed in enumerate(_seeds(job))
         ]
-        call = GenerateCall(
+        call = codec.GenerateCall(
             tuple(requests), sampling, HiddenStateParams(), None, prompt_logprobs=wants_prompt
         )
+        codec.check_call(call, self._replica.describe())  # here: a ValueError is the client's
         found: list[list[Rollout]] = [[] for _ in jobs]
         for rollout in self._replica.generate(call, 0.0):
             found[rollout.group_id].append(rollout)

@@ -27,6 +27,7 @@ KEPT_SAMPLERS = 16  # unnamed sampler weights of a model
 MAX_RESPONSES = 512  # sampled in one call
 CLOSE_S = 10.0
 MAX_TOGETHER = 8  # models whose passes are one program
+MAX_MODELS = 32  # in memory; the one that was not used for longest is read again when it is needed
 
 
 class Work:
@@ -188,7 +189,7 @@ class Work:
     def _begin(self, request: Request, trained: Trained) -> None:
         """A new model, or an earlier one with other weights."""
         model, metadata = request.model, request.content.user_metadata
-        self._models[model] = trained
+        self._keep(model, trained)
         record = {"rank": trained.lora.rank, "user_metadata": metadata}
         self._futures.put("model", model, record)
         self._snapshot(model, trained, always=True)
@@ -206,7 +207,8 @@ class Work:
         if not always and time.monotonic() - self._saved.get(model, 0.0) < SNAPSHOT_S:
             return
         path = self.directory / model / SNAPSHOTS / f"{trained.seq:012}"
-        self._trainer.save(trained, path)
+        if not path.exists():
+            self._trainer.save(trained, path)
         self._saved[model] = time.monotonic()
         self._futures.forget(model, trained.seq)
         for other in path.parent.iterdir():
@@ -220,10 +222,19 @@ class Work:
             found = sorted(folder.glob("[0-9]*[0-9]")) if folder.is_dir() else []
             if not found:
                 raise ValueError(f"model_id={model!r:.80} does not exist on this server.")
-            self._models[model] = trained = self._trainer.load(found[-1], optimizer=True)
+            trained = self._trainer.load(found[-1], optimizer=True)
+            self._keep(model, trained)
             for request in self._futures.since(model, trained.seq):
                 self._repeat(request)
+        self._models[model] = self._models.pop(model)  # the last one used is last
         return self._models[model]
+
+    def _keep(self, model: str, trained: Trained) -> None:
+        self._models[model] = trained
+        for old in list(self._models)[:-MAX_MODELS]:
+            forgotten = self._models.pop(old)
+            if forgotten.gradient is None:  # else its passes are repeated
+                self._snapshot(old, forgotten, always=True)
 
     def _repeat(self, request: Request) -> None:
         """Changes a model as an earlier server did."""
