@@ -171,7 +171,7 @@ WRONG = [
     ("optim_step", b"{", 400, "Invalid JSON"),
     ("forward_backward", b"\xff\xff", 400, "the body is no ForwardBackwardRequest"),
     ("forward_backward", encoded("m", 1, DATA), 404, "model 'm' does not exist here."),
-    ("forward_backward", encoded("m", 1, DATA, "gspo"), 400, "loss_fn='gspo' is not one of"),
+    ("forward_backward", encoded("m", 1, DATA, "grpo"), 400, "loss_fn='grpo' is not one of"),
     ("forward_backward", encoded("m", 1, []), 400, "data is empty"),
     ("forward_backward", encoded("m", 1, DATA, "ppo"), 400, "ppo takes target_tokens, logprobs"),
     ("forward_backward", encoded("m", 1, [([1], [1, 2], {})]), 400, "one value for each"),
