@@ -143,7 +143,7 @@ def test_it_trains_samples_saves_and_resumes(served, model_directory):
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(4, 16), pytest.param(10, 100, marks=pytest.mark.soak)]
+    ("kills", "steps"), [(4, 16), pytest.param(10, 40, marks=pytest.mark.soak)]
 )
 def test_its_retries_outlive_killed_servers(own_server, model_directory, kills, steps):
     expected = json.loads(python(["-c", TRAINS, steps, 0], own_server, model_directory))
