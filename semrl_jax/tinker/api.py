@@ -20,8 +20,9 @@ from starlette.types import ASGIApp
 
 from semrl_jax.rollout.http.guarding import WRONG_TOKEN, guarded, read_body
 from semrl_jax.rollout.http.requests import message_of
-from semrl_jax.tinker import requests
+from semrl_jax.tinker import requests, weights
 from semrl_jax.tinker.futures import Ended, Futures, Request
+from semrl_jax.tinker.listing import Answer, Listing, known
 from semrl_jax.tinker.messages import Pass, read_pass
 from semrl_jax.tinker.work import Work
 
@@ -84,7 +85,7 @@ class Api:
             "save_weights_for_sampler": self.of_model(
                 "save_weights_for_sampler", requests.SaveForSampler
             ),
-            "load_weights": self.of_model("load_weights", requests.LoadWeights),
+            "load_weights": self.load_weights,
             "weights_info": self.weights_info,
             "create_sampling_session": self.create_sampling_session,
             "asample": self.asample,
@@ -95,10 +96,13 @@ class Api:
             "get_server_capabilities": self.capabilities,
             "samplers/{sampler_id}": self.sampler,
         }
+        listing = Listing(self._futures, self._work.directory, self._limits.name)
+        functions = {("POST", path): function for path, function in posts.items()}
+        functions |= {("GET", path): function for path, function in gets.items()}
+        functions |= {key: _in_thread(answer) for key, answer in listing.functions().items()}
         return [
             Route(_PREFIX + path, _answered(function), methods=[method])
-            for method, functions in (("POST", posts), ("GET", gets))
-            for path, function in functions.items()
+            for (method, path), function in functions.items()
         ]
 
     async def health(self, request: HttpRequest) -> Response:
@@ -126,7 +130,8 @@ class Api:
     async def create_session(self, request: HttpRequest) -> Response:
         key = request.headers.get("x-idempotency-key") or secrets.token_hex(16)
         session_id = hashlib.sha256(key.encode()).hexdigest()[:24]
-        self._futures.put("session", session_id, {})
+        content = await _read(request, requests.CreateSession)
+        self._futures.put("session", session_id, content.model_dump())
         return JSONResponse({"session_id": session_id, "info_message": _NOTE})
 
     async def session_heartbeat(self, request: HttpRequest) -> Response:
@@ -164,16 +169,25 @@ class Api:
         async def accept(request: HttpRequest) -> Response:
             body = await read_body(request, MAX_BODY_BYTES)
             content = body_type.model_validate_json(body)
-            if kind == "load_weights":
-                self._work.place(content.path)
-                self._check_base(content.base_model or self._limits.name)
-            if content.seq_id or kind != "load_weights":
-                self._known("model", content.model_id)
+            self._known("model", content.model_id)
             name = f"{content.model_id}:{content.seq_id}"
             job = Request(name, kind, body, content.model_id, content.seq_id)
             return self._accepted(job, content)
 
         return accept
+
+    async def load_weights(self, request: HttpRequest) -> Response:
+        body = await read_body(request, MAX_BODY_BYTES)
+        content = requests.LoadWeights.model_validate_json(body)
+        weights.find(self._work.directory, content.path)
+        self._check_base(content.base_model or self._limits.name)
+        if content.session_id is None:
+            self._known("model", content.model_id)
+        else:
+            self._check_session(content.session_id)
+        name = f"{content.model_id}:{content.seq_id}"
+        job = Request(name, "load_weights", body, content.model_id, content.seq_id)
+        return self._accepted(job, content)
 
     async def forward_backward(self, request: HttpRequest) -> Response:
         if request.headers.get("content-encoding", "identity") != "identity":
@@ -188,7 +202,7 @@ class Api:
 
     async def weights_info(self, request: HttpRequest) -> Response:
         path = (await _read(request, requests.WeightsInfo)).tinker_path
-        file = self._work.place(path) / "adapter_config.json"
+        file = weights.find(self._work.directory, path) / "adapter_config.json"
         rank = json.loads(file.read_text())["r"]
         return JSONResponse({"base_model": self._limits.name, "is_lora": True, "lora_rank": rank})
 
@@ -198,7 +212,7 @@ class Api:
         if content.model_path is None:
             self._check_base(content.base_model)
         else:
-            self._work.place(content.model_path)
+            weights.find(self._work.directory, content.model_path)
         name = f"{content.session_id}:sample:{content.sampling_session_seq_id}"
         self._futures.put("sampler", name, {"model_path": content.model_path})
         return JSONResponse({"sampling_session_id": name})
@@ -272,10 +286,7 @@ class Api:
             raise HTTPException(410, "the request is not known, or its result expired.") from None
 
     def _known(self, kind: str, name: str) -> dict[str, Any]:
-        try:
-            return self._futures.get(kind, name)
-        except KeyError:
-            raise HTTPException(404, f"{kind} {name!r:.80} does not exist here.") from None
+        return known(self._futures, kind, name)
 
     def _check_alive(self) -> None:
         if not self._work.is_alive:
@@ -327,6 +338,16 @@ def _answered(function: Callable[[HttpRequest], Awaitable[Response]]):
             return JSONResponse({"detail": message_of(error)[0]}, 400)
         except ValueError as error:
             return JSONResponse({"detail": str(error)}, 400)
+
+    return endpoint
+
+
+def _in_thread(answer: Answer) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """An endpoint of a function that may block."""
+
+    async def endpoint(request: HttpRequest) -> Response:
+        content = await asyncio.to_thread(answer, request)
+        return Response(status_code=204) if content is None else JSONResponse(content)
 
     return endpoint
 

@@ -152,6 +152,16 @@ class Futures:
             raise KeyError(name)
         return json.loads(found[0])
 
+    def names(self, kind: str) -> list[str]:
+        """The names of all records of a kind, the newest first."""
+        query = "SELECT id FROM records WHERE kind = ? ORDER BY rowid DESC"
+        return [name for (name,) in self._run(query, kind).fetchall()]
+
+    def last_time(self, model: str) -> float | None:
+        """When the last request of a model came; None if none is kept."""
+        query = "SELECT MAX(time) FROM requests WHERE model = ?"
+        return self._run(query, model).fetchone()[0]
+
     def close(self) -> None:
         with self._lock:
             self._database.close()

@@ -10,12 +10,20 @@ from pydantic import Field
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 Number = Annotated[int, Field(ge=0, lt=2**62)]
+Metadata = dict[str, str] | None
 
 
 class Body(pydantic.BaseModel):
     """A JSON object without infinities and NaN."""
 
     model_config = pydantic.ConfigDict(allow_inf_nan=False, protected_namespaces=())
+
+
+class CreateSession(Body):
+    """The body of create_session."""
+
+    user_metadata: Metadata = None
+    display_name: str | None = None
 
 
 class Session(Body):
@@ -45,6 +53,7 @@ class CreateModel(Body):
     session_id: Name
     model_seq_id: Number
     base_model: str
+    user_metadata: Metadata = None
     lora_config: LoraConfig
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
@@ -96,15 +105,17 @@ class LoadWeights(Body):
     session_id: Name | None = None
     model_seq_id: Number | None = None
     base_model: str | None = None
+    user_metadata: Metadata = None
     path: Name
     optimizer: bool
     optimizer_config: OptimizerConfig | None = None
 
     @pydantic.model_validator(mode="after")
     def _one_model(self) -> LoadWeights:
+        has_session = self.session_id is not None
+        if len({has_session, self.model_seq_id is not None, self.model_id is None}) > 1:
+            raise ValueError("set either model_id, or session_id and model_seq_id")
         if self.model_id is None:
-            if self.session_id is None or self.model_seq_id is None:
-                raise ValueError("set model_id, or session_id and model_seq_id")
             self.model_id, self.seq_id = f"{self.session_id}:train:{self.model_seq_id}", 0
         return self
 
@@ -174,6 +185,13 @@ class Sample(Body):
     @property
     def prompt_ids(self) -> list[int]:
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+
+class Page(Body):
+    """The query of a list."""
+
+    limit: Number = 100
+    offset: Number = 0
 
 
 class Retrieve(Body):

@@ -21,8 +21,9 @@ from semrl_jax.rollout.wire.auth import read_file
 from semrl_jax.support.errors import UserError
 from semrl_jax.tinker.api import Api, make_app
 from semrl_jax.tinker.futures import Futures
+from semrl_jax.tinker.samples import Limits, Samples
 from semrl_jax.tinker.training import Trainer
-from semrl_jax.tinker.work import Limits, Work
+from semrl_jax.tinker.work import Work
 
 KEY_VARIABLE = "TINKER_API_KEY"  # as the SDK's
 MICRO_BATCH_TOKENS = 4096  # unless the config says another number
@@ -61,7 +62,7 @@ def open_work(
     size = config.training.micro_batch_tokens or MICRO_BATCH_TOKENS
     trainer = Trainer(policy, base, directory, mesh, size)
     replica = LocalReplica(jax_engine(config, policy, tokenizer))
-    work = Work(futures, trainer, replica, workdir, limits)
+    work = Work(futures, trainer, Samples(futures, trainer, replica, workdir, limits), workdir)
     try:
         yield work
     finally:

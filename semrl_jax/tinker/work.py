@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hashlib
-import itertools
 import json
 import logging
 import pathlib
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from semrl_jax import models
-from semrl_jax.rollout.client.local import LocalReplica
-from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support.safe_files import remove
+from semrl_jax.tinker import weights
 from semrl_jax.tinker.futures import Ended, Futures, Request
-from semrl_jax.tinker.messages import encode_output, encode_samples
-from semrl_jax.tinker.requests import Sample
+from semrl_jax.tinker.messages import encode_output
+from semrl_jax.tinker.samples import Samples, number_of
 from semrl_jax.tinker.training import Trained, Trainer
-from semrl_jax.types import HiddenStateParams, Rollout, SampleRequest, SamplingParams, WeightVersion
+from semrl_jax.tinker.weights import SAMPLERS, SNAPSHOTS, UNNAMED, WEIGHTS
 
 _log = logging.getLogger(__name__)
 
@@ -34,22 +27,7 @@ KEPT_SAMPLERS = 16  # unnamed sampler weights of a model
 MAX_RESPONSES = 512  # sampled in one call
 CLOSE_S = 10.0
 MAX_TOGETHER = 8  # models whose passes are one program
-_SCHEME = "tinker://"
-SNAPSHOTS, WEIGHTS, SAMPLERS = "snapshots", "weights", "sampler_weights"  # folders of a model
-
-
-class Limits(NamedTuple):
-    """What the model can do.
-
-    Attributes:
-      name: of the base, for clients.
-      max_tokens: of a sequence.
-    """
-
-    name: str
-    max_tokens: int
-    vocab_size: int
-    end_token_ids: tuple[int, ...]
+MAX_MODELS = 32  # in memory; the one that was not used for longest is read again when it is needed
 
 
 class Work:
@@ -63,20 +41,13 @@ class Work:
     """
 
     def __init__(
-        self,
-        futures: Futures,
-        trainer: Trainer,
-        replica: LocalReplica,
-        directory: pathlib.Path,
-        limits: Limits,
+        self, futures: Futures, trainer: Trainer, samples: Samples, directory: pathlib.Path
     ):
-        self._futures, self._trainer, self._replica = futures, trainer, replica
-        self._directory, self.limits = directory, limits
+        self._futures, self._trainer, self._samples = futures, trainer, samples
+        self.directory, self.limits = directory, samples.limits
         self.on_end: Callable[[str], None] = lambda request_id: None
         self._models: dict[str, Trained] = {}
         self._saved: dict[str, float] = {}  # time of a model's last snapshot
-        self._served: pathlib.Path | str | None = ""  # weights of the replica; "": none
-        self._versions = itertools.count()
         self._queue: collections.deque[Request] = collections.deque(futures.pending())
         self._again = {request.id for request in self._queue}  # perhaps partly done before
         self._changed = threading.Condition()
@@ -109,14 +80,6 @@ class Work:
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
 
-    def place(self, path: str) -> pathlib.Path:
-        """The directory of tinker://MODEL/FOLDER/NAME; raises ValueError if there is none."""
-        found = re.fullmatch(rf"{_SCHEME}([\w:-]+)/({WEIGHTS}|{SAMPLERS})/([\w-][\w.-]*)", path)
-        directory = self._directory.joinpath(*found.groups()) if found else None
-        if directory is None or not directory.is_dir():
-            raise ValueError(f"path={path!r:.300} does not exist on this server.")
-        return directory
-
     def _run(self) -> None:
         while jobs := self._take():
             ends = self._ends(jobs)
@@ -130,7 +93,7 @@ class Work:
         """Does requests of one key; if that fails, each by itself."""
         try:
             if jobs[0].kind == "sample":
-                results = self._sample(jobs)
+                results = self._samples.sample(jobs)
             elif jobs[0].kind == "forward_backward":
                 results = self._passes(jobs)
             else:
@@ -166,7 +129,7 @@ class Work:
         """Requests of one key can be done together; None: alone."""
         try:
             if request.kind == "sample":
-                return self._sampler(request.content), self._sampling(request.content)
+                return self._samples.key(request.content)
             if request.kind == "forward_backward" and request.model in self._models:
                 return self._models[request.model].lora, request.content.kind
         except (ValueError, KeyError):  # told when it is done
@@ -179,7 +142,8 @@ class Work:
         if request.kind == "create_model":
             lora = self._trainer.lora(content.lora_config)
             seed = content.lora_config.seed
-            self._begin(model, self._trainer.create(lora, _number(model) if seed is None else seed))
+            seed = number_of(model) if seed is None else seed
+            self._begin(request, self._trainer.create(lora, seed))
             return _json(model_id=model)
         if request.kind == "load_weights":
             self._load(request)
@@ -193,15 +157,15 @@ class Work:
             return _json(metrics=metrics)
         folder, name = WEIGHTS, content.path
         if request.kind == "save_weights_for_sampler":
-            folder, name = SAMPLERS, content.path or f"unnamed-{request.seq:08}"
+            folder, name = SAMPLERS, content.path or f"{UNNAMED}{request.seq:08}"
         self._save(trained, request, folder, name)
-        path = f"{_SCHEME}{model}/{folder}/{name}"
+        path = weights.path_of(model, folder, name)
         if content.path is not None:
             return _json(path=path)
         session, number = model.partition(":train:")[0], content.sampling_session_seq_id
         sampler = f"{session}:sample:{number}"
         self._futures.put("sampler", sampler, {"model_path": path})
-        for old in sorted((self._directory / model / folder).glob("unnamed-*"))[:-KEPT_SAMPLERS]:
+        for old in sorted((self.directory / model / folder).glob(f"{UNNAMED}*"))[:-KEPT_SAMPLERS]:
             remove(old)
         return _json(sampling_session_id=sampler)
 
@@ -217,32 +181,34 @@ class Work:
         return metrics
 
     def _load(self, request: Request) -> None:
-        content, model = request.content, request.model
-        found = self._trainer.load(self.place(content.path), optimizer=content.optimizer)
+        directory = weights.find(self.directory, request.content.path)
+        found = self._trainer.load(directory, optimizer=request.content.optimizer)
         found.seq = request.seq
-        self._begin(model, found)
+        self._begin(request, found)
 
-    def _begin(self, model: str, trained: Trained) -> None:
+    def _begin(self, request: Request, trained: Trained) -> None:
         """A new model, or an earlier one with other weights."""
-        self._models[model] = trained
-        self._futures.put("model", model, {"rank": trained.lora.rank})
+        model, metadata = request.model, request.content.user_metadata
+        self._keep(model, trained)
+        record = {"rank": trained.lora.rank, "user_metadata": metadata}
+        self._futures.put("model", model, record)
         self._snapshot(model, trained, always=True)
 
     def _save(self, trained: Trained, request: Request, folder: str, name: str) -> None:
-        path = self._directory / request.model / folder / name
+        path = self.directory / request.model / folder / name
         may_replace = getattr(request.content, "overwrite", False) or request.id in self._again
         if path.exists() and request.content.path is not None and not may_replace:
             raise ValueError(f"path={name!r} exists already; choose another, or set overwrite.")
         self._trainer.save(trained, path, optimizer=folder == WEIGHTS)
-        if path == self._served:
-            self._served = ""
+        self._samples.forget(path)
 
     def _snapshot(self, model: str, trained: Trained, always: bool = False) -> None:
         """Saves a model without a gradient, from which another server goes on."""
         if not always and time.monotonic() - self._saved.get(model, 0.0) < SNAPSHOT_S:
             return
-        path = self._directory / model / SNAPSHOTS / f"{trained.seq:012}"
-        self._trainer.save(trained, path)
+        path = self.directory / model / SNAPSHOTS / f"{trained.seq:012}"
+        if not path.exists():
+            self._trainer.save(trained, path)
         self._saved[model] = time.monotonic()
         self._futures.forget(model, trained.seq)
         for other in path.parent.iterdir():
@@ -252,14 +218,23 @@ class Work:
     def _model(self, model: str) -> Trained:
         """A model; that of an earlier server as it was when that server ended."""
         if model not in self._models:
-            folder = self._directory / model / SNAPSHOTS
+            folder = self.directory / model / SNAPSHOTS
             found = sorted(folder.glob("[0-9]*[0-9]")) if folder.is_dir() else []
             if not found:
                 raise ValueError(f"model_id={model!r:.80} does not exist on this server.")
-            self._models[model] = trained = self._trainer.load(found[-1], optimizer=True)
+            trained = self._trainer.load(found[-1], optimizer=True)
+            self._keep(model, trained)
             for request in self._futures.since(model, trained.seq):
                 self._repeat(request)
+        self._models[model] = self._models.pop(model)  # the last one used is last
         return self._models[model]
+
+    def _keep(self, model: str, trained: Trained) -> None:
+        self._models[model] = trained
+        for old in list(self._models)[:-MAX_MODELS]:
+            forgotten = self._models.pop(old)
+            if forgotten.gradient is None:  # else its passes are repeated
+                self._snapshot(old, forgotten, always=True)
 
     def _repeat(self, request: Request) -> None:
         """Changes a model as an earlier server did."""
@@ -271,84 +246,6 @@ class Work:
                 self._step(trained, request)
             elif request.kind == "load_weights":
                 self._load(request)
-
-    def _sampler(self, content: Sample) -> pathlib.Path | None:
-        """The directory of the adapter that a request samples with; None: the base."""
-        path = self._futures.get("sampler", content.sampling_session_id)["model_path"]
-        return None if path is None else self.place(path)
-
-    def _sampling(self, content: Sample) -> tuple[SamplingParams, bool]:
-        given, stop = content.sampling_params, content.sampling_params.stop
-        stops = [stop] if isinstance(stop, str) else stop or []
-        sampling = SamplingParams(
-            max_tokens=given.max_tokens or self.limits.max_tokens - len(content.prompt_ids),
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=max(given.top_k, 0),
-            eos_token_ids=() if stop == [] else self.limits.end_token_ids,
-            stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
-            stop_strings=tuple(each for each in stops if isinstance(each, str)),
-        )
-        return sampling, bool(content.prompt_logprobs)
-
-    def _sample(self, jobs: Sequence[Request]) -> list[bytes]:
-        """Samples of one adapter, for requests that are sampled alike."""
-        weights = self._sampler(jobs[0].content)
-        sampling, wants_prompt = self._sampling(jobs[0].content)
-        if weights != self._served:
-            self._serve(weights)
-        requests = [
-            SampleRequest(
-                f"{index}-{sample}", index, sample, np.array(job.content.prompt_ids, np.int32), seed
-            )
-            for index, job in enumerate(jobs)
-            for sample, seed in enumerate(_seeds(job))
-        ]
-        call = GenerateCall(
-            tuple(requests), sampling, HiddenStateParams(), None, prompt_logprobs=wants_prompt
-        )
-        found: list[list[Rollout]] = [[] for _ in jobs]
-        for rollout in self._replica.generate(call, 0.0):
-            found[rollout.group_id].append(rollout)
-        encoded = []
-        for job, rollouts in zip(jobs, found):
-            rollouts.sort(key=lambda rollout: rollout.sample_index)
-            encoded.append(encode_samples(rollouts, _of_prompt(job.content, rollouts[0])))
-        return encoded
-
-    def _serve(self, weights: pathlib.Path | None) -> None:
-        """Gives the replica the weights of an adapter."""
-        config = self._trainer.policy.config
-        tensors = models.iterate_hf_tensors(
-            self._trainer.params(weights), config, "float32", on_host=False
-        )
-        version = WeightVersion("tinker", "0", next(self._versions), "")
-        specs = models.tensor_specs(config, "float32")
-        self._served = ""
-        self._replica.take_weights(
-            version, specs, ((spec.name, array) for spec, array in tensors), None
-        )
-        self._served = weights
-
-
-def _of_prompt(content: Sample, rollout: Rollout) -> np.ndarray | None:
-    """Log-probabilities of the prompt tokens that a request asks for; NaN: of no others."""
-    if rollout.prompt_logprobs is None:
-        return None
-    values, last = rollout.prompt_logprobs.copy(), content.prompt_logprobs_last_n
-    values[: 1 if last is None else max(1, len(values) - last)] = np.nan
-    return values
-
-
-def _seeds(request: Request) -> list[int]:
-    """A seed for each sample; without one, the id of the request gives it."""
-    seed = request.content.sampling_params.seed
-    first = _number(request.id) if seed is None else seed
-    return [(first + index) % 2**64 for index in range(request.content.num_samples)]
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def _json(**values: Any) -> bytes:

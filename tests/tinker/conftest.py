@@ -40,7 +40,7 @@ class Server:
     """A server in a process of its own, which can be killed and started again."""
 
     def __init__(self, model, workdir, *options):
-        self.workdir, self._process = workdir, None
+        self.workdir, self.process = workdir, None
         self._arguments = [
             "launch.tinker", f"--model={model}", f"--workdir={workdir}", f"--name={NAME}",
             "--max_tokens=2048", *options,
@@ -48,21 +48,22 @@ class Server:
         self._port = 0
 
     def start(self):
-        self._process = start(*self._arguments, f"--port={self._port}", env={"TINKER_API_KEY": KEY})
-        self.url = read_until(self._process, "http://").split()[-1]
+        self.process = start(*self._arguments, f"--port={self._port}", env={"TINKER_API_KEY": KEY})
+        self.url = read_until(self.process, "http://").split()[-1]
         self._port = int(self.url.rpartition(":")[2])
         return self
 
     def stop(self, number=signal.SIGTERM):
-        self._process.send_signal(number)
-        code = self._process.wait(60)
-        self._process.stdout.close(), self._process.stderr.close()
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        self.process.stdout.close(), self.process.stderr.close()
         return code
 
-    def ask(self, route, body=None, *, key=KEY, headers=(), timeout_s=120):
+    def ask(self, route, body=None, *, key=KEY, headers=(), timeout_s=120, method=None):
         """The status and the body of the answer, read as JSON or protobuf bytes."""
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/api/v1/{route}", content, dict(headers))
+        url = f"{self.url}/api/v1/{route}"
+        request = urllib.request.Request(url, content, dict(headers), method=method)
         if key:
             request.add_header("X-API-Key", key)
         try:
@@ -85,9 +86,9 @@ class Server:
     def session(self):
         return self.ask("create_session", {"tags": []})[1]["session_id"]
 
-    def model(self, session, number=0, rank=4, seed=1):
+    def model(self, session, number=0, rank=4, seed=1, **more):
         lora = {"rank": rank, "seed": seed}
-        body = {"session_id": session, "model_seq_id": number, "base_model": NAME}
+        body = {"session_id": session, "model_seq_id": number, "base_model": NAME, **more}
         return self.result("create_model", body | {"lora_config": lora})["model_id"]
 
     def forward_backward(self, model, seq, data, loss="cross_entropy", forward_only=False):

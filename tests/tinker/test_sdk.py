@@ -69,6 +69,19 @@ if len(sys.argv) == 2:
         found[loss] = passed.metrics["loss:sum"]
         found["learner"] = list(map(float, passed.loss_fn_outputs[0]["logprobs"].data))
     saved = training.save_state("state").result().path
+    rest = service.create_rest_client()
+    run = rest.get_training_run_by_tinker_path(saved).result()
+    session = run.training_run_id.partition(":")[0]
+    def listed():
+        checkpoints = rest.list_checkpoints(run.training_run_id).result().checkpoints
+        return [checkpoint.checkpoint_id for checkpoint in checkpoints]
+    found["run"] = [
+        run.lora_rank, run.base_model, run.last_checkpoint.tinker_path == saved, listed(),
+        rest.list_user_checkpoints(limit=1).result().checkpoints[0].tinker_path == saved,
+        rest.list_training_runs(limit=1).result().training_runs[0] == run,
+        rest.get_session(session).result().training_run_ids == [run.training_run_id],
+        rest.list_sessions().result().sessions[0] == session,
+    ]
     again = service.create_training_client_from_state_with_optimizer(saved).result()
     def one(client):
         passed = client.forward_backward([datum(weights=ones)], "cross_entropy").result()
@@ -76,6 +89,8 @@ if len(sys.argv) == 2:
         return passed.metrics["loss:sum"]
     found["resumed"] = [[one(client) for _ in range(2)] for client in (training, again)]
     weights = training.save_weights_for_sampler("named").result().path
+    rest.delete_checkpoint_from_tinker_path(saved).result()
+    found["left"] = listed()
     other = service.create_sampling_client(model_path=weights).result()
     found["base_model"] = other.get_base_model()
     try:
@@ -120,20 +135,22 @@ def test_it_trains_samples_saves_and_resumes(served, model_directory):
     }
     for loss, value in expected.items():
         assert found[loss] == pytest.approx(value, rel=1e-3), loss
+    assert found["run"] == [4, NAME, True, ["weights/state"], True, True, True, True]
+    assert found["left"] == ["sampler_weights/named"]
     here, there = found["resumed"]
     assert there == pytest.approx(here, rel=1e-5)
     assert "ppo takes target_tokens, logprobs, advantages" in found["refusal"]
 
 
-NUM_KILLS = 4
-
-
-def test_its_retries_outlive_killed_servers(own_server, model_directory):
-    expected = json.loads(python(["-c", TRAINS, 16, 0], own_server, model_directory))
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(4, 16), pytest.param(10, 40, marks=pytest.mark.soak)]
+)
+def test_its_retries_outlive_killed_servers(own_server, model_directory, kills, steps):
+    expected = json.loads(python(["-c", TRAINS, steps, 0], own_server, model_directory))
 
     def kill():
         random = np.random.default_rng(0)
-        for _ in range(NUM_KILLS):
+        for _ in range(kills):
             time.sleep(random.uniform(2.0, 9.0))
             own_server.stop(signal.SIGKILL)
             own_server.start()
@@ -141,7 +158,8 @@ def test_its_retries_outlive_killed_servers(own_server, model_directory):
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        found = json.loads(python(["-c", TRAINS, 16, 0], own_server, model_directory))
+        found = json.loads(python(["-c", TRAINS, steps, 0], own_server, model_directory))
+        assert not killer.is_alive()  # every kill was during the recipe
     finally:
         killer.join()
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)

@@ -93,6 +93,36 @@ def test_weights_are_saved_and_loaded(served):
     assert other == f"{session}:train:1"
     expected = train(served, model, 2, first=9)
     assert train(served, other, 2) == pytest.approx(expected, rel=1e-5)
+    outside = {"model_id": "../../x", "path": path, "optimizer": False}
+    assert served.ask("load_weights", outside)[0] == 404
+    assert served.ask("load_weights", outside | {"session_id": session})[0] == 400
+
+
+def test_runs_checkpoints_and_sessions_are_listed(served):
+    session = served.session()
+    model = served.model(session, user_metadata={"renderer_name": "role_colon"})
+    paths = [
+        served.result(route, {"model_id": model, "seq_id": seq, "path": "a"})["path"]
+        for seq, route in enumerate(("save_weights", "save_weights_for_sampler"), 1)
+    ]
+    run = served.ask(f"training_runs/{model}")[1]
+    assert (run["lora_rank"], run["base_model"]) == (4, NAME)
+    assert run["user_metadata"] == {"renderer_name": "role_colon"}
+    last = run["last_checkpoint"], run["last_sampler_checkpoint"]
+    assert [checkpoint["tinker_path"] for checkpoint in last] == paths
+    (newest, other) = served.ask(f"training_runs/{model}/checkpoints")[1]["checkpoints"]
+    assert [newest["checkpoint_id"], other["checkpoint_id"]] == ["sampler_weights/a", "weights/a"]
+    assert newest["size_bytes"] < other["size_bytes"]  # without the optimiser
+    all_of_it = served.ask("checkpoints?limit=1&offset=1")[1]
+    assert all_of_it["checkpoints"] == [other] and all_of_it["cursor"]["total_count"] >= 2
+    assert served.ask("training_runs?limit=1")[1]["training_runs"] == [run]
+    assert served.ask("sessions?limit=1")[1] == {"sessions": [session]}
+    assert served.ask(f"sessions/{session}")[1]["training_run_ids"] == [model]
+    place = f"training_runs/{model}/checkpoints/weights/a"
+    assert served.ask(place, method="DELETE")[0] == 204
+    assert served.ask(place, method="DELETE")[0] == 404
+    assert served.ask(f"training_runs/{model}/checkpoints")[1]["checkpoints"] == [newest]
+    assert served.ask("weights_info", {"tinker_path": paths[0]})[0] == 400
 
 
 @pytest.mark.slow
@@ -141,7 +171,7 @@ WRONG = [
     ("optim_step", b"{", 400, "Invalid JSON"),
     ("forward_backward", b"\xff\xff", 400, "the body is no ForwardBackwardRequest"),
     ("forward_backward", encoded("m", 1, DATA), 404, "model 'm' does not exist here."),
-    ("forward_backward", encoded("m", 1, DATA, "gspo"), 400, "loss_fn='gspo' is not one of"),
+    ("forward_backward", encoded("m", 1, DATA, "grpo"), 400, "loss_fn='grpo' is not one of"),
     ("forward_backward", encoded("m", 1, []), 400, "data is empty"),
     ("forward_backward", encoded("m", 1, DATA, "ppo"), 400, "ppo takes target_tokens, logprobs"),
     ("forward_backward", encoded("m", 1, [([1], [1, 2], {})]), 400, "one value for each"),
@@ -152,6 +182,9 @@ WRONG = [
     ("asample", sample_body("s", 0, [1]) | {"topk_prompt_logprobs": 3}, 400, "not supported"),
     ("asample", sample_body("s", 0, [1]), 404, "sampler 's' does not exist here."),
     ("nothing", {}, 404, "Not Found"),
+    ("training_runs/none", None, 404, "model 'none' does not exist here."),
+    ("checkpoints?limit=-1", None, 400, "limit"),
+    ("weights_info", {"tinker_path": f"tinker://{'é' * 200}/weights/a"}, 400, "does not exist"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,9 @@
 """Passes, steps and directories of adapters, without a server."""
 
+import contextlib
 import dataclasses
+import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,13 @@ from semrl_jax import models
 from semrl_jax.models.of_config import starting_params
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.support.errors import UserError
+from semrl_jax.tinker import work
+from semrl_jax.tinker.futures import Futures, Request
 from semrl_jax.tinker.losses import LOSSES
 from semrl_jax.tinker.messages import Example, Pass
 from semrl_jax.tinker.requests import AdamParams, LoraConfig
 from semrl_jax.tinker.training import Trainer
+from tests.tinker.conftest import encoded
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +169,37 @@ def test_a_directory_gives_the_model_back(trainer, trained, tmp_path):
     trainer.save(trained, tmp_path / "sampler", optimizer=False)
     with pytest.raises(UserError, match="saved for sampling, without the optimizer"):
         trainer.load(tmp_path / "sampler", optimizer=True)
+
+
+def in_turns(trainer, directory, datum=(([5, 6, 7], [6, 7, 8], {}),)):
+    """Trains two models in turns, as a server does; returns their last passes."""
+    directory.mkdir()
+    with contextlib.closing(Futures(directory / "futures.sqlite3")) as futures:
+        doing = work.Work(futures, trainer, types.SimpleNamespace(limits=None), directory)
+
+        def do(kind, seq, content):
+            for model in ("s:train:0", "s:train:1"):
+                body = content if isinstance(content, bytes) else json.dumps(content).encode()
+                request = Request(f"{model}:{seq}", kind, body, model, seq)
+                futures.add(request)
+                (end,) = doing._ends([request])
+                futures.end(request, end)
+                yield end.result
+
+        lora = {"lora_config": {"rank": 2, "seed": 1}}
+        list(do("create_model", 0, {"session_id": "s", "model_seq_id": 0, "base_model": ""} | lora))
+        for seq in (1, 3, 5):  # the other model is used between a pass and its step
+            found = list(do("forward_backward", seq, encoded("m", seq, datum)))
+            adam = {"learning_rate": 0.01}
+            list(do("optim_step", seq + 1, {"model_id": "m", "adam_params": adam}))
+        return found, len(doing._models)
+
+
+def test_models_beyond_the_limit_are_read_again(trainer, tmp_path, monkeypatch):
+    found, count = in_turns(trainer, tmp_path / "both")
+    monkeypatch.setattr(work, "MAX_MODELS", 1)
+    assert (count, (found, 1)) == (2, in_turns(trainer, tmp_path / "one"))
+    assert found[0] == found[1] and len(found[0]) > 20
 
 
 def test_what_cannot_be_trained_is_refused(trainer):

@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -106,6 +107,28 @@ def test_mutated_requests(fake):
 @pytest.mark.soak
 def test_thousands_of_mutated_requests(fake):
     check_mutations(fake(), 5000)
+
+
+@pytest.mark.soak
+def test_many_connections_many_choices_and_a_slow_reader(served):
+    url, before = served.url + ROUTES[1], memory_bytes()
+    long = {**BODIES[1], "n": 1024, "max_tokens": 48, "ignore_eos": True, "stream": True}
+    data = json.dumps(long).encode()
+    with connected(served) as (slow, _), ThreadPoolExecutor(300) as pool:
+        slow.settimeout(300)
+        slow.sendall(head(ROUTES[1], len(data)) + data)
+        bodies = [{**BODIES[1], "seed": seed} for seed in range(300)]
+        answers = list(pool.map(lambda body: ask(url, body, timeout_s=300), bodies))
+        assert {answer.status for answer in answers} == {200}
+        many = ask(url, {**BODIES[1], "n": 1024}, timeout_s=300)
+        assert len(json.loads(many.text)["choices"]) == 1024
+        assert ask(url, {**BODIES[1], "n": 1025}).status == 400
+        read = b""
+        while not read.endswith(b"0\r\n\r\n"):
+            read += slow.recv(8192)
+            time.sleep(0.001)
+    assert read.count(b'"finish_reason": "length"') == 1024 and b"[DONE]" in read
+    assert memory_bytes() - before < 256 << 20
 
 
 def test_bodies_that_are_too_long_or_too_slow(fake, monkeypatch):
