@@ -226,11 +226,13 @@ def _let_failed_saves_end() -> None:
 _let_failed_saves_end()
 
 
-def open_checkpointer(barrier: Callable[..., None] | None = None) -> ocp.AsyncCheckpointer:
+def open_checkpointer(
+    barrier: Callable[..., None] | None = None, timeout_s: float = 600.0
+) -> ocp.AsyncCheckpointer:
     """Reads and writes folders of `state` and `meta`.
 
     `barrier`, of `key` and `timeout_ms`, waits until all processes have written. None: Orbax's own,
-    which does not notice a failed process.
+    which does not notice a failed process. `timeout_s` is for a save with its barriers.
     """
     return ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(
@@ -239,19 +241,24 @@ def open_checkpointer(barrier: Callable[..., None] | None = None) -> ocp.AsyncCh
             state=ocp.PyTreeCheckpointHandler(use_compression=False),
             meta=ocp.JsonCheckpointHandler(),
         ),
-        async_options=ocp.AsyncOptions(barrier_sync_fn=barrier),
+        async_options=ocp.AsyncOptions(barrier_sync_fn=barrier, timeout_secs=timeout_s),
     )
 
 
 def save_args(
-    tree: Any, step: int, position: DataPosition, extra: Mapping[str, Any] = {}
+    tree: Any,
+    step: int,
+    position: DataPosition,
+    extra: Mapping[str, Any] = {},
+    num_manifests: int | None = None,
 ) -> ocp.args.Composite:
+    """What to write; `num_manifests` if not every process will write a manifest."""
     meta = {
         **extra,
         "format_version": FORMAT_VERSION,
         "step": step,
         "position": position._asdict(),
-        "num_processes": jax.process_count(),
+        "num_processes": num_manifests or jax.process_count(),
     }
     return ocp.args.Composite(state=ocp.args.PyTreeSave(tree), meta=ocp.args.JsonSave(meta))
 

@@ -7,6 +7,7 @@ one has its manifest. It reads the metadata of every checkpoint when it opens, a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -31,6 +32,7 @@ from semrl_jax.runs.checkpoint_files import (
     save_args,
     write_manifest,
 )
+from semrl_jax.runs.copies import Copies, StoreError
 from semrl_jax.runs.joint_save import JointSave
 from semrl_jax.support.errors import UserError, disk_refusal
 from semrl_jax.support.safe_files import remove
@@ -39,6 +41,9 @@ from semrl_jax.training.train_state import DataPosition, TrainState
 TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished
 REMOVED = ".removed"
 MANIFEST_TIMEOUT_S = 600.0
+WRITTEN = "async_write_complete"  # in the name of Orbax's barrier after all have written
+SAVE_TIMEOUT_S = 600  # for Orbax to write
+APART_TIMEOUT_S = 3600  # the same, if the parts of other processes come through a store
 ENDED_TIMEOUT_S = 60.0  # for the other processes to stop writing a failed checkpoint
 
 
@@ -51,10 +56,12 @@ class Checkpoints:
 
     Args:
       directory: made if missing; used by this run only.
-      keep, every_steps, keep_every, extra_steps: as in `config.checkpoints`. Old checkpoints are
-        removed after a newer one is sealed.
+      keep, every_steps, keep_every, extra_steps, copy_to: as in `config.checkpoints`. Old
+        checkpoints are removed after a newer one is sealed. The parent of `directory` is copied.
       warn: gets a line for each that cannot be trusted or written, also from another thread.
       peers: the processes that hold the state. Each writes its part; only process 0 removes.
+      shared: whether they share a disk. If not, the checkpoints are those of process 0, and the
+        parts of the others get there and back through `copy_to`.
       adapter: what the parameters are, if they are adapters.
     """
 
@@ -66,8 +73,10 @@ class Checkpoints:
         every_steps: int = 1,
         keep_every: int = 0,
         extra_steps: Iterable[int] = (),
+        copy_to: str = "",
         warn: Callable[[str], None] = warnings.warn,
         peers: Peers | None = None,
+        shared: bool = True,
         adapter: AdapterRecord | None = None,
     ):
         self._peers = peers or Peers()
@@ -78,7 +87,10 @@ class Checkpoints:
         self._extra_steps = frozenset(extra_steps)
         self._warn = warn
         self.adapter = adapter
-        self._checkpointer = open_checkpointer(self._barrier)
+        self._apart = not shared and self._peers.count > 1
+        self._lends = self._apart and self._peers.index > 0  # its disk has only parts, for a while
+        self._timeout_s = APART_TIMEOUT_S if self._apart else SAVE_TIMEOUT_S
+        self._checkpointer = open_checkpointer(self._barrier, self._timeout_s)
         self._sound: set[int] = set()  # steps sealed or restored by this attempt
         self._unsound: set[int] = set()  # steps that do not match their manifest
         self._sealing: threading.Thread | None = None
@@ -89,6 +101,14 @@ class Checkpoints:
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax_failing)
         self._name = on_first(self._peers, "open_checkpoints", self._make_directory)
+        self._copies: Copies | None = None
+        if copy_to and (self._peers.index == 0 or self._apart):
+            place = copy_to, self._directory.parent
+            self._copies = Copies(*place, self._kept, warn, apart=self._apart)
+        if self._lends:
+            remove(self._directory)
+            self._directory.mkdir(parents=True)
+        self._saving = -1  # the step that is being saved
         self._num_saves = 0
         self._joint = JointSave(self._name, self._peers)
 
@@ -114,6 +134,11 @@ class Checkpoints:
         if refused:
             self._note_refusal(step, refused)
             return
+        self._saving = step
+        if self._lends:
+            self._sweep()
+            # Orbax waits until process 0 has made this directory, and it will not on this disk.
+            self._unfinished("state/array_metadatas").mkdir(parents=True)
         try:
             self._checkpointer.save(
                 self._directory / str(step),
@@ -122,6 +147,7 @@ class Checkpoints:
                     step,
                     state.position,
                     self.adapter.meta() if self.adapter else {},
+                    num_manifests=1 if self._apart else None,
                 ),
             )
         except Exception as error:
@@ -144,12 +170,15 @@ class Checkpoints:
             folder = self._directory / str(step)
             problem = on_first(self._peers, "restore", lambda: checkpoint_problem(folder))  # noqa: B023
             if not problem:
+                self._hand_out(step)
                 meta = read_meta(folder)
                 check_resumed(meta, self.adapter, folder)
                 try:
                     run_phase(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     with self._peers.phase("restore"):
                         state = restore_tree(folder, like)
+                    if self._lends:
+                        remove(folder)
                     self._sound.add(step)
                     return state._replace(position=DataPosition(**meta["position"]))
                 except Exception as error:
@@ -194,11 +223,18 @@ class Checkpoints:
             self.wait()
         finally:
             self._checkpointer.close()
+            if self._copies is not None and self._peers.index == 0:
+                self._copies.close()
+                if self._sound:
+                    self._prune()
 
     def _seal(self, step: int) -> None:
         try:
             self._checkpointer.wait_until_finished()
-            write_manifest(self._directory / str(step))
+            if self._lends:
+                self._sweep()
+            else:
+                write_manifest(self._directory / str(step))
             # Without all manifests, this checkpoint must not replace an older one.
             self._joint.wait("sealed", MANIFEST_TIMEOUT_S)
             self._sound.add(step)
@@ -206,13 +242,60 @@ class Checkpoints:
             self._failure = ""
             if self._peers.index == 0:
                 self._prune()
+                if self._copies is not None:
+                    self._copies.offer(step)
             self._joint.arrive("ended")
         except Exception as error:  # wait() raises it in the calling thread
             self._failed(step, error)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax calls this after all processes have written and before process 0 renames."""
+        """Orbax calls this after all processes have written and before process 0 renames.
+
+        It calls it again after that, with another key.
+        """
+        parts_due = self._apart and WRITTEN in key
+        if parts_due and self._lends:
+            top = self._unfinished("")
+            parts = {
+                file.relative_to(top).as_posix().replace(TMP_MARK, ""): file
+                for file in top.rglob("*")
+                if file.is_file()
+            }
+            self._copies.send(self._saving, parts)
         self._joint.wait(key, timeout_ms / 1000)
+        if parts_due and not self._lends:
+            self._copies.fetch(self._saving, self._unfinished)
+
+    def _unfinished(self, name: str) -> pathlib.Path:
+        """Where Orbax writes a file of the checkpoint that is being saved: `item/...`."""
+        item, _, rest = name.partition("/")
+        folder = self._directory / f"{self._saving}{TMP_MARK}"
+        return folder / f"{item}{TMP_MARK}" / rest if item else folder
+
+    def _hand_out(self, step: int) -> None:
+        """Brings a valid checkpoint of process 0 to the disks of the others, if these are apart."""
+        if not self._apart:
+            return
+        folder = self._directory / str(step)
+
+        def move(is_due: bool, work: Callable[[], None]) -> None:
+            try:
+                if is_due:
+                    work()
+            except StoreError as error:
+                raise UserError(
+                    f"checkpoints.copy_to: checkpoint {step} did not get to all processes "
+                    f"({error}); start again when it can."
+                ) from None
+
+        def fetch() -> None:
+            self._copies.fetch(step, lambda name: folder / name)
+            if problem := checkpoint_problem(folder):
+                raise StoreError(problem)
+
+        publish = functools.partial(self._copies.publish, step)
+        run_phase(self._peers, "restore", lambda: move(not self._lends, publish))
+        run_phase(self._peers, "restore", lambda: move(self._lends, fetch))
 
     def _agree_on_failure(self) -> None:
         """Makes a save fail in all processes if it failed in one."""
@@ -240,6 +323,8 @@ class Checkpoints:
             probe.mkdir()
             (probe / "file").write_bytes(bytes(4096))
             remove(probe)
+            if self._apart:
+                self._copies.clear(step)
         except OSError as error:
             if disk_refusal(error) is None:
                 raise
@@ -254,15 +339,19 @@ class Checkpoints:
         `keep` newer ones are valid before they are removed.
         """
         steps = [step for step in checkpoint_steps(self._directory) if step not in self._unsound]
-        kept = self._extra_steps.union(
-            steps[-self._keep :],
-            (step for step in steps if self._keep_every and step % self._keep_every == 0),
-        )
+        kept = self._kept(steps)
+        if self._copies is not None:
+            kept |= self._copies.in_use
         overtaken = (step for step in self._unsound if step < max(self._sound))
         for step in (set(steps) - kept).union(overtaken):
             self._remove(step)
             self._sound.discard(step)
         self._unsound = {step for step in self._unsound if step > max(self._sound)}
+
+    def _kept(self, steps: list[int]) -> set[int]:
+        """Which of these steps, in order, need their checkpoint."""
+        multiples = (step for step in steps if self._keep_every and step % self._keep_every == 0)
+        return {*self._extra_steps, *steps[-self._keep :], *multiples}
 
     def _remove(self, step: int) -> None:
         """Removes a checkpoint if it exists."""
@@ -294,7 +383,8 @@ class Checkpoints:
         self._joint.fail(refusal or error)
         if refusal is not None:
             # The old checkpointer would report this save's errors at the next save.
-            failed, self._checkpointer = self._checkpointer, open_checkpointer(self._barrier)
+            failed = self._checkpointer
+            self._checkpointer = open_checkpointer(self._barrier, self._timeout_s)
             with contextlib.suppress(Exception):
                 failed.close()
             if self._peers.index == 0:
