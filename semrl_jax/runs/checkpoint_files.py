@@ -190,10 +190,14 @@ def file_checksums(folder: pathlib.Path) -> dict[str, list]:
     return sums
 
 
-def write_manifest(folder: pathlib.Path) -> None:
-    """Writes the manifest of a checkpoint's current files; it is on disk when this returns."""
-    manifest = folder / f"manifest.{jax.process_index()}.json"
-    write_json(manifest, file_checksums(folder), durable=True)
+def write_manifest(folder: pathlib.Path, *, of_all: bool = False) -> None:
+    """Writes the manifest of a checkpoint's current files; it is on disk when this returns.
+
+    With `of_all`, also the equal manifests of the other processes, which do not see these files.
+    """
+    sums = file_checksums(folder)
+    for process in range(jax.process_count()) if of_all else (jax.process_index(),):
+        write_json(folder / f"manifest.{process}.json", sums, durable=True)
     # Also sync the directories: older checkpoints are removed once this one is complete.
     for directory in (folder, folder.parent):
         descriptor = os.open(directory, os.O_RDONLY)
@@ -246,19 +250,14 @@ def open_checkpointer(
 
 
 def save_args(
-    tree: Any,
-    step: int,
-    position: DataPosition,
-    extra: Mapping[str, Any] = {},
-    num_manifests: int | None = None,
+    tree: Any, step: int, position: DataPosition, extra: Mapping[str, Any] = {}
 ) -> ocp.args.Composite:
-    """What to write; `num_manifests` if not every process will write a manifest."""
     meta = {
         **extra,
         "format_version": FORMAT_VERSION,
         "step": step,
         "position": position._asdict(),
-        "num_processes": num_manifests or jax.process_count(),
+        "num_processes": jax.process_count(),
     }
     return ocp.args.Composite(state=ocp.args.PyTreeSave(tree), meta=ocp.args.JsonSave(meta))
 

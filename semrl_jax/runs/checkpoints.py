@@ -7,7 +7,6 @@ one has its manifest. It reads the metadata of every checkpoint when it opens, a
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import pathlib
@@ -32,18 +31,17 @@ from semrl_jax.runs.checkpoint_files import (
     save_args,
     write_manifest,
 )
-from semrl_jax.runs.copies import Copies, StoreError
+from semrl_jax.runs.copies import Copies
 from semrl_jax.runs.joint_save import JointSave
+from semrl_jax.runs.parts import TIMEOUT_S as PARTS_TIMEOUT_S
+from semrl_jax.runs.parts import TMP_MARK, Parts
 from semrl_jax.support.errors import UserError, disk_refusal
 from semrl_jax.support.safe_files import remove
 from semrl_jax.training.train_state import DataPosition, TrainState
 
-TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished
 REMOVED = ".removed"
 MANIFEST_TIMEOUT_S = 600.0
-WRITTEN = "async_write_complete"  # in the name of Orbax's barrier after all have written
-SAVE_TIMEOUT_S = 600  # for Orbax to write
-APART_TIMEOUT_S = 3600  # the same, if the parts of other processes come through a store
+SAVE_TIMEOUT_S = 600.0  # for Orbax to write
 ENDED_TIMEOUT_S = 60.0  # for the other processes to stop writing a failed checkpoint
 
 
@@ -87,9 +85,7 @@ class Checkpoints:
         self._extra_steps = frozenset(extra_steps)
         self._warn = warn
         self.adapter = adapter
-        self._apart = not shared and self._peers.count > 1
-        self._lends = self._apart and self._peers.index > 0  # its disk has only parts, for a while
-        self._timeout_s = APART_TIMEOUT_S if self._apart else SAVE_TIMEOUT_S
+        self._timeout_s = SAVE_TIMEOUT_S if shared else PARTS_TIMEOUT_S
         self._checkpointer = open_checkpointer(self._barrier, self._timeout_s)
         self._sound: set[int] = set()  # steps sealed or restored by this attempt
         self._unsound: set[int] = set()  # steps that do not match their manifest
@@ -102,13 +98,10 @@ class Checkpoints:
             logging.getLogger(name).addFilter(_is_not_of_orbax_failing)
         self._name = on_first(self._peers, "open_checkpoints", self._make_directory)
         self._copies: Copies | None = None
-        if copy_to and (self._peers.index == 0 or self._apart):
+        if copy_to and (self._peers.index == 0 or not shared):
             place = copy_to, self._directory.parent
-            self._copies = Copies(*place, self._kept, warn, apart=self._apart)
-        if self._lends:
-            remove(self._directory)
-            self._directory.mkdir(parents=True)
-        self._saving = -1  # the step that is being saved
+            self._copies = Copies(*place, self._kept, warn, apart=not shared)
+        self._parts = None if shared else Parts(self._copies, self._directory, self._peers)
         self._num_saves = 0
         self._joint = JointSave(self._name, self._peers)
 
@@ -134,11 +127,8 @@ class Checkpoints:
         if refused:
             self._note_refusal(step, refused)
             return
-        self._saving = step
-        if self._lends:
-            self._sweep()
-            # Orbax waits until process 0 has made this directory, and it will not on this disk.
-            self._unfinished("state/array_metadatas").mkdir(parents=True)
+        if self._parts:
+            self._parts.begin(step)
         try:
             self._checkpointer.save(
                 self._directory / str(step),
@@ -147,7 +137,6 @@ class Checkpoints:
                     step,
                     state.position,
                     self.adapter.meta() if self.adapter else {},
-                    num_manifests=1 if self._apart else None,
                 ),
             )
         except Exception as error:
@@ -170,15 +159,16 @@ class Checkpoints:
             folder = self._directory / str(step)
             problem = on_first(self._peers, "restore", lambda: checkpoint_problem(folder))  # noqa: B023
             if not problem:
-                self._hand_out(step)
+                if self._parts:
+                    self._parts.hand_out(step)
                 meta = read_meta(folder)
                 check_resumed(meta, self.adapter, folder)
                 try:
                     run_phase(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     with self._peers.phase("restore"):
                         state = restore_tree(folder, like)
-                    if self._lends:
-                        remove(folder)
+                    if self._parts:
+                        self._parts.remove_own()
                     self._sound.add(step)
                     return state._replace(position=DataPosition(**meta["position"]))
                 except Exception as error:
@@ -231,10 +221,12 @@ class Checkpoints:
     def _seal(self, step: int) -> None:
         try:
             self._checkpointer.wait_until_finished()
-            if self._lends:
-                self._sweep()
-            else:
+            if not self._parts:
                 write_manifest(self._directory / str(step))
+            elif self._parts.lends:
+                self._parts.remove_own()
+            else:
+                write_manifest(self._directory / str(step), of_all=True)
             # Without all manifests, this checkpoint must not replace an older one.
             self._joint.wait("sealed", MANIFEST_TIMEOUT_S)
             self._sound.add(step)
@@ -253,49 +245,8 @@ class Checkpoints:
 
         It calls it again after that, with another key.
         """
-        parts_due = self._apart and WRITTEN in key
-        if parts_due and self._lends:
-            top = self._unfinished("")
-            parts = {
-                file.relative_to(top).as_posix().replace(TMP_MARK, ""): file
-                for file in top.rglob("*")
-                if file.is_file()
-            }
-            self._copies.send(self._saving, parts)
-        self._joint.wait(key, timeout_ms / 1000)
-        if parts_due and not self._lends:
-            self._copies.fetch(self._saving, self._unfinished)
-
-    def _unfinished(self, name: str) -> pathlib.Path:
-        """Where Orbax writes a file of the checkpoint that is being saved: `item/...`."""
-        item, _, rest = name.partition("/")
-        folder = self._directory / f"{self._saving}{TMP_MARK}"
-        return folder / f"{item}{TMP_MARK}" / rest if item else folder
-
-    def _hand_out(self, step: int) -> None:
-        """Brings a valid checkpoint of process 0 to the disks of the others, if these are apart."""
-        if not self._apart:
-            return
-        folder = self._directory / str(step)
-
-        def move(is_due: bool, work: Callable[[], None]) -> None:
-            try:
-                if is_due:
-                    work()
-            except StoreError as error:
-                raise UserError(
-                    f"checkpoints.copy_to: checkpoint {step} did not get to all processes "
-                    f"({error}); start again when it can."
-                ) from None
-
-        def fetch() -> None:
-            self._copies.fetch(step, lambda name: folder / name)
-            if problem := checkpoint_problem(folder):
-                raise StoreError(problem)
-
-        publish = functools.partial(self._copies.publish, step)
-        run_phase(self._peers, "restore", lambda: move(not self._lends, publish))
-        run_phase(self._peers, "restore", lambda: move(self._lends, fetch))
+        with self._parts.exchanged(key) if self._parts else contextlib.nullcontext():
+            self._joint.wait(key, timeout_ms / 1000)
 
     def _agree_on_failure(self) -> None:
         """Makes a save fail in all processes if it failed in one."""
@@ -323,7 +274,7 @@ class Checkpoints:
             probe.mkdir()
             (probe / "file").write_bytes(bytes(4096))
             remove(probe)
-            if self._apart:
+            if self._parts:
                 self._copies.clear(step)
         except OSError as error:
             if disk_refusal(error) is None:

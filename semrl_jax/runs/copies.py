@@ -14,6 +14,7 @@ import functools
 import pathlib
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -256,6 +257,7 @@ class Copies:
     ):
         self._store, self._run, self._kept, self._warn = Store(url), run, kept, warn
         self._apart = apart
+        self._began_ns = time.time_ns()
         self._lock = threading.Lock()  # guards the four fields below
         self._due: int | None = None  # the checkpoint to copy next
         self._busy: int | None = None  # the one that is being copied
@@ -296,12 +298,16 @@ class Copies:
         self._copy(step)
 
     def close(self) -> None:
-        """Waits for the copy, and copies what the end of the run has written."""
+        """Waits for the copy, and copies what the end of the run has written.
+
+        Nothing is copied before the first checkpoint: a start that failed leaves no copy.
+        """
         with self._lock:
             worker = self._worker
         if worker is not None:
             worker.join()
-        self._try(self._last, "; the same command tries again")
+        if self._copied or self._last is not None:
+            self._try(self._last, "; the same command tries again")
 
     def _work(self) -> None:
         while True:
@@ -357,9 +363,8 @@ class Copies:
         for name, file in _files(self._run):
             try:
                 state = file.stat().st_size, file.stat().st_mtime_ns
-                if file.suffix not in CHANGING and there.get(name) == state[0]:
-                    continue  # an earlier start has copied it
-                if self._copied.get(name) == state:
+                is_old = state[1] < self._began_ns and file.suffix not in CHANGING
+                if self._copied.get(name) == state or (is_old and there.get(name) == state[0]):
                     continue
                 if file.suffix == ".jsonl":  # they grow: only whole lines are copied
                     content = file.read_bytes()

@@ -292,9 +292,9 @@ def open_workdir_together(
 def _is_left_by_a_start(name: str) -> bool:
     """Whether a failed start may leave a file of this name in a run directory."""
     # config.writing: of a kill during the first write; replica0, replica0_1: logs of replicas that
-    # did not start.
-    is_log = re.fullmatch(r"replica\d+(_\d+)?", name) is not None
-    return is_log or name in (".lock", "config.writing", GIVEN)
+    # did not start; process1: of a process on this host that did not see the run directory.
+    is_own = re.fullmatch(r"replica\d+(_\d+)?|process\d+", name) is not None
+    return is_own or name in (".lock", "config.writing", GIVEN)
 
 
 def _is_worthless(path: pathlib.Path) -> bool:

@@ -303,6 +303,7 @@ OURS_ALONE = {
     "training.balance_lengths": "speed", "training.max_skipped_updates": "safety",
     "training.grace_s": "safety",
     "checkpoints.keep": "beside those that keep_every keeps",
+    "checkpoints.copy_to": "files alone",
     "logging.": "files in the run directory",
     "profile.": "files in the run directory",
 }  # fmt: skip

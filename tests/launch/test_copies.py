@@ -1,0 +1,144 @@
+"""Runs lose their disks and continue from a bucket of a local S3 server, bit for bit."""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from semrl_jax.runs.copies import Store, StoreError
+from tests.launch.comparison import assert_same_run
+from tests.launch.conftest import TINY, start, succeed
+from tests.launch.processes import finish, free_port, start_processes
+
+for package in ("moto.server", "s3fs"):
+    pytest.importorskip(package, reason="needs semrl_jax[test]")
+
+pytestmark = pytest.mark.slow
+NUM_STEPS = 6
+ACCOUNT = {
+    "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+}  # fmt: skip
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Sets the environment, also of processes that the tests start, to a server with a bucket."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (ACCOUNT | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}).items():
+            patch.setenv(name, value)
+        try:
+            for _ in range(300):
+                try:
+                    Store("s3://bucket/run")._fs.mkdir("bucket")
+                    break
+                except OSError:  # it does not listen yet
+                    assert process.poll() is None
+                    time.sleep(0.2)
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def bucket(server):
+    return f"s3://bucket/run{next(numbers)}"
+
+
+def wait_for_a_copy(url, processes, after=0):
+    """Waits until the bucket has a whole checkpoint of a step from `after` on."""
+    deadline = time.monotonic() + 240
+    while True:
+        manifests = [name for name in Store(url).sizes() if name.endswith("manifest.0.json")]
+        if any(int(name.split("/")[1]) >= after for name in manifests):
+            return
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+
+
+def kill(processes):
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.communicate()
+
+
+def test_a_killed_run_without_its_disk_continues_from_the_bucket(bucket, tmp_path):
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    succeed("launch.train", f"--config={TINY}", f"--workdir={undisturbed}", timeout=300)
+    flag = f"--config.checkpoints.copy_to={bucket}"
+    process = start("launch.train", f"--config={TINY}", f"--workdir={run}", flag)
+    wait_for_a_copy(bucket, [process], after=2)
+    kill([process])
+    shutil.rmtree(run)
+    done = succeed("launch.train", f"--config={TINY}", f"--workdir={run}", flag, timeout=300)
+    assert f"{run} is written from {bucket}" in done.stdout and "resumed" in done.stdout
+    assert_same_run(run, undisturbed, NUM_STEPS)
+    shutil.rmtree(run)  # the end of a run is copied too
+    done = succeed("launch.train", f"--config={TINY}", f"--workdir={run}", flag, timeout=300)
+    assert "at step 6" in done.stdout
+    assert_same_run(run, undisturbed, NUM_STEPS)
+
+
+def test_processes_that_share_no_disk_continue_from_the_bucket(bucket, tmp_path):
+    """Each has a directory of its own; all disks are lost."""
+    undisturbed = tmp_path / "undisturbed"
+    for code, _, err in finish(start_processes(undisturbed, 2)):
+        assert code == 0, err
+
+    def begin(attempt):
+        directory = tmp_path / f"attempt{attempt}"
+        flag = f"--config.checkpoints.copy_to={bucket}"
+        own = {1: (f"--workdir={directory}/other/run",)}
+        return directory / "run", start_processes(directory / "run", 2, flag, own_flags=own)
+
+    _, processes = begin(1)
+    wait_for_a_copy(bucket, processes, after=2)
+    kill(processes)
+    shutil.rmtree(tmp_path / "attempt1")
+    run, processes = begin(2)
+    found = finish(processes)
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert f"{run} is written from {bucket}" in found[0][1] and "resumed" in found[0][1]
+    assert_same_run(run, undisturbed, NUM_STEPS)
+    left = [path for path in (run.parent / "other").rglob("*") if path.is_file()]
+    assert not [path for path in left if "checkpoints" in path.parts]  # they are with process 0
+
+
+def test_a_store_that_is_lost_does_not_end_the_run(server, bucket, tmp_path):
+    def train(url):
+        return start(
+            "launch.train", f"--config={TINY}", f"--workdir={tmp_path}/run",
+            f"--config.checkpoints.copy_to={url}",
+        )  # fmt: skip
+
+    def ends(process, message):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 2, (out, err)
+        assert message in err and len(err.strip().splitlines()) == 1
+        assert not (tmp_path / "run").exists()
+
+    ends(train("s3://nowhere/run"), "cannot be used (FileNotFoundError: The specified bucket")
+    process = train(bucket)
+    wait_for_a_copy(bucket, [process])
+    os.kill(server.pid, signal.SIGSTOP)  # it answers nothing, until it is killed
+    time.sleep(1)
+    server.kill()
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "could not be copied" in out + err
+    with pytest.raises(StoreError):
+        Store(bucket).sizes()
+    shutil.rmtree(tmp_path / "run")
+    ends(train(bucket), "cannot be used (")
