@@ -66,7 +66,7 @@ class Store:
     """
 
     def __init__(self, url: str):
-        import fsspec  # here: a command without copies needs it not
+        import fsspec  # here: only copies need it
 
         self.url = url.rstrip(SLASH)
         self._is_disk = "://" not in url or url.startswith("file://")
@@ -173,32 +173,28 @@ def find_copy(url: str, run: pathlib.Path, run_id: str, *, writes: bool = True) 
         if writes:
             store.check_writable()
         names = store.sizes()
-        record = parse_json(store.read("config.json")) if "config.json" in names else None
+        content = store.read("config.json") if "config.json" in names else b""
     except StoreError as error:
         raise UserError(
             f"checkpoints.copy_to={url} cannot be used ({error}); check address and credentials, "
             "or leave it empty."
         ) from None
-    except ValueError as error:
-        raise UserError(f"config.json in checkpoints.copy_to={url} is not JSON: {error}.") from None
-    if record is None and names:
-        raise UserError(
-            f"checkpoints.copy_to={url} holds files, but no config.json of a run; name another "
-            "place."
-        )
-    if record is not None and not (
+    if not names:
+        return None
+    record = None
+    with contextlib.suppress(ValueError):
+        record = parse_json(content)
+    if not (
         isinstance(record, dict)
         and isinstance(record.get("run_id"), str)
         and isinstance(record.get("config"), dict)
     ):
         raise UserError(
-            f"config.json in checkpoints.copy_to={url} is not the record of a run; name another "
+            f"checkpoints.copy_to={url} holds files, but no config.json of a run; name another "
             "place."
         )
-    if record is not None and run_id and record["run_id"] != run_id:
+    if run_id and record["run_id"] != run_id:
         raise UserError(f"checkpoints.copy_to={url} holds another run; name another place.")
-    if record is None:
-        return None
     complete = (step for step in _steps(names) if f"{CHECKPOINTS}/{step}/{MANIFEST}" in names)
     return Copy(record, max(complete, default=-1))
 
@@ -345,6 +341,8 @@ class Copies:
             if file.is_file()
         }
         manifest = f"{CHECKPOINTS}/{step}/{MANIFEST}"
+        if manifest not in own:  # another process could not complete it
+            return
         same = manifest in there and self._store.read(manifest) == own[manifest].read_bytes()
         if not same:
             last = {manifest: own.pop(manifest)}
@@ -359,6 +357,8 @@ class Copies:
             self._store.remove_checkpoint(other)
 
     def _copy_files(self, there: Mapping[str, int]) -> None:
+        if "config.json" not in there:  # first: it tells whose files these are
+            self._store.write("config.json", (self._run / "config.json").read_bytes())
         changed = {}
         for name, file in _files(self._run):
             try:

@@ -174,7 +174,7 @@ def test_a_place_that_cannot_hold_copies_is_refused(config, bucket, state, tmp_p
     fsspec.filesystem("memory").pipe_file("/bucket/run/notes", b"mine")
     refused_at(bucket, "holds files, but no config.json")
     fsspec.filesystem("memory").pipe_file("/bucket/run/config.json", b"[]")
-    refused_at(bucket, "not the record of a run")
+    refused_at(bucket, "holds files, but no config.json of a run")
     fsspec.filesystem("memory").store.clear()
     config.checkpoints.copy_to = bucket
     train(config, tmp_path / "other", state, (1,))
