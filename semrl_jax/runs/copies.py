@@ -26,7 +26,7 @@ RESTORING = ".restoring"  # in a run directory whose files are still on their wa
 PROBE = ".writable"
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.0.json"
-# Of this machine, or made again at each start.
+# Files of this machine, and files that each start makes again.
 NOT_COPIED = (CHECKPOINTS, "tensorboard", "wandb", "profile", "given", ".lock", RESTORING, PROBE)
 CHANGING = (".jsonl", ".html", ".png")  # all other files are written once
 UNFINISHED = (".writing", ".replaced", ".removed")

@@ -85,7 +85,7 @@ def test_a_run_whose_disk_is_lost_continues_from_its_copy(copied, bucket, state,
 
 
 def test_the_newest_whole_copy_is_taken(copied, bucket, state, tmp_path, capsys):
-    """Of the newest one, a kill has left a part. The one before was altered."""
+    """A kill has left a part of the newest one. The one before was altered."""
     train(copied, tmp_path / "run", state, (1, 2, 3), keep=3)
     store = fsspec.filesystem("memory")
     store.rm_file("/bucket/run/checkpoints/3/manifest.0.json")
