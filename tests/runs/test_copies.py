@@ -170,7 +170,7 @@ def test_a_place_that_cannot_hold_copies_is_refused(config, bucket, state, tmp_p
         monkeypatch.setitem(sys.modules, package, None)
         refused_at(url, r"needs another package .*pip install 'semrl_jax\[buckets\]'")
     (tmp_path / "file").write_text("not a directory")
-    refused_at(str(tmp_path / "file"), r"cannot be used \(NotADirectoryError.*check address")
+    refused_at(str(tmp_path / "file"), r"cannot be used \(FileExistsError.*check address")
     fsspec.filesystem("memory").pipe_file("/bucket/run/notes", b"mine")
     refused_at(bucket, "holds files, but no config.json")
     fsspec.filesystem("memory").pipe_file("/bucket/run/config.json", b"[]")
