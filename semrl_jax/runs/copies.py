@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import pathlib
 import re
 import threading
@@ -69,6 +70,7 @@ class Store:
         import fsspec  # here: only copies need it
 
         self.url = url.rstrip(SLASH)
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the errors that it raises
         self._is_disk = "://" not in url or url.startswith("file://")
         options = {"auto_mkdir": True} if self._is_disk else {}
         try:

@@ -57,7 +57,7 @@ def bucket(server):
 
 def wait_for_a_copy(url, processes, after=0):
     """Waits until the bucket has a whole checkpoint of a step from `after` on."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     while True:
         manifests = [name for name in Store(url).sizes() if name.endswith("manifest.0.json")]
         if any(int(name.split("/")[1]) >= after for name in manifests):
@@ -76,25 +76,24 @@ def kill(processes):
 
 def test_a_killed_run_without_its_disk_continues_from_the_bucket(bucket, tmp_path):
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
-    succeed("launch.train", f"--config={TINY}", f"--workdir={undisturbed}", timeout=300)
+    succeed("launch.train", f"--config={TINY}", f"--workdir={undisturbed}", timeout=900)
     flag = f"--config.checkpoints.copy_to={bucket}"
     process = start("launch.train", f"--config={TINY}", f"--workdir={run}", flag)
     wait_for_a_copy(bucket, [process], after=2)
     kill([process])
     shutil.rmtree(run)
-    done = succeed("launch.train", f"--config={TINY}", f"--workdir={run}", flag, timeout=300)
+    done = succeed("launch.train", f"--config={TINY}", f"--workdir={run}", flag, timeout=900)
     assert f"{run} is written from {bucket}" in done.stdout and "resumed" in done.stdout
     assert_same_run(run, undisturbed, NUM_STEPS)
-    shutil.rmtree(run)  # the end of a run is copied too
-    done = succeed("launch.train", f"--config={TINY}", f"--workdir={run}", flag, timeout=300)
-    assert "at step 6" in done.stdout
-    assert_same_run(run, undisturbed, NUM_STEPS)
+    there = Store(bucket).sizes()  # the end of a run is copied too
+    assert there["report.html"] == (run / "report.html").stat().st_size
+    assert f"checkpoints/{NUM_STEPS}/manifest.0.json" in there
 
 
 def test_processes_that_share_no_disk_continue_from_the_bucket(bucket, tmp_path):
     """Each has a directory of its own; all disks are lost."""
     undisturbed = tmp_path / "undisturbed"
-    for code, _, err in finish(start_processes(undisturbed, 2)):
+    for code, _, err in finish(start_processes(undisturbed, 2), 900):
         assert code == 0, err
 
     def begin(attempt):
@@ -108,7 +107,7 @@ def test_processes_that_share_no_disk_continue_from_the_bucket(bucket, tmp_path)
     kill(processes)
     shutil.rmtree(tmp_path / "attempt1")
     run, processes = begin(2)
-    found = finish(processes)
+    found = finish(processes, 900)
     assert [code for code, _, _ in found] == [0, 0], found
     assert f"{run} is written from {bucket}" in found[0][1] and "resumed" in found[0][1]
     assert_same_run(run, undisturbed, NUM_STEPS)
@@ -124,7 +123,7 @@ def test_a_store_that_is_lost_does_not_end_the_run(server, bucket, tmp_path):
         )  # fmt: skip
 
     def ends(process, message):
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 2, (out, err)
         assert message in err and len(err.strip().splitlines()) == 1
         assert not (tmp_path / "run").exists()
@@ -135,7 +134,7 @@ def test_a_store_that_is_lost_does_not_end_the_run(server, bucket, tmp_path):
     os.kill(server.pid, signal.SIGSTOP)  # it answers nothing, until it is killed
     time.sleep(1)
     server.kill()
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert "could not be copied" in out + err
     with pytest.raises(StoreError):
