@@ -73,6 +73,7 @@ setup(
             *BUCKETS,
             "beartype>=0.23",
             "datasets>=5.2",  # as prompts of a Trainer; it brings pandas
+            "gcp-storage-emulator>=2026.7",
             "grpcio-tools>=1.85.1",
             "hypothesis>=6.170",
             "ipykernel>=7.0",

@@ -1,13 +1,16 @@
 """Runs lose their disks and continue from a bucket of a local S3 server, bit for bit."""
 
+import contextlib
 import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 
+import fsspec
 import pytest
 
 from semrl_jax.runs.copies import Store, StoreError
@@ -27,23 +30,27 @@ ACCOUNT = {
 numbers = itertools.count()
 
 
+def serve(*command, port):
+    """Starts a server of Python on this machine, and waits until it listens."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, "-m", *command], **quiet)
+    while True:
+        assert process.poll() is None
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
+            return process
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def server():
     """Sets the environment, also of processes that the tests start, to a server with a bucket."""
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = serve("moto.server", "-H", "localhost", "-p", str(port), port=port)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (ACCOUNT | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}).items():
+        for name, value in (ACCOUNT | {"AWS_ENDPOINT_URL": f"http://localhost:{port}"}).items():
             patch.setenv(name, value)
         try:
-            for _ in range(300):
-                try:
-                    Store("s3://bucket/run")._fs.mkdir("bucket")
-                    break
-                except OSError:  # it does not listen yet
-                    assert process.poll() is None
-                    time.sleep(0.2)
+            fsspec.filesystem("s3").mkdir("bucket")
             yield process
         finally:
             process.kill()
@@ -53,6 +60,45 @@ def server():
 @pytest.fixture
 def bucket(server):
     return f"s3://bucket/run{next(numbers)}"
+
+
+@pytest.fixture(params=["s3", "gs"])
+def place(request, tmp_path, monkeypatch):
+    """The address of a directory in a bucket of a store of each kind."""
+    if request.param == "s3":
+        yield request.getfixturevalue("bucket")
+        return
+    for package in ("gcp_storage_emulator", "gcsfs"):
+        pytest.importorskip(package, reason="needs semrl_jax[test]")
+    port = free_port()
+    command = ["gcp_storage_emulator", "start", "--in-memory", "--default-bucket", "bucket"]
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")
+    process = serve(*command, "--port", str(port), port=port)
+    yield "gs://bucket/run"
+    process.kill()
+    process.wait()
+
+
+def test_a_store_takes_and_gives_files(place, tmp_path):
+    """Both kinds divide a large file into parts."""
+    store, name = Store(place), "checkpoints/1/state/d/large"
+    large, small, back = tmp_path / "large", tmp_path / "small", tmp_path / "deep" / "back"
+    large.write_bytes(bytes(range(256)) * (101 * 2**20 // 256))
+    small.write_bytes(b"x")
+    store.check_writable()
+    assert store.sizes() == {}
+    store.put({name: large, "checkpoints/1/manifest.0.json": small, "rollouts/a": small})
+    store.write("metrics.jsonl", b"{}\n")
+    assert store.sizes("checkpoints/1") == {name: 101 * 2**20, "checkpoints/1/manifest.0.json": 1}
+    store.get({name: back})
+    assert back.read_bytes() == large.read_bytes()
+    store.write("metrics.jsonl", b"{}\n{}\n")
+    assert store.read("metrics.jsonl") == b"{}\n{}\n"
+    for _ in range(2):
+        store.remove_checkpoint(1)
+        assert store.sizes() == {"rollouts/a": 1, "metrics.jsonl": 6}
+    with pytest.raises(StoreError, match="FileNotFoundError"):
+        store.read("nothing")
 
 
 def wait_for_a_copy(url, processes, after=0):
