@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.copies import RESTORING, Store, StoreError
+from semrl_jax.runs.copies import RESTORING, Copies, Store, StoreError
 from semrl_jax.runs.workdir import check_early, check_workdir, open_workdir
 from tests.cases import refused
 from tests.runs.test_checkpoints import assert_same, at_step, make_state, names
@@ -67,8 +67,6 @@ def test_a_run_whose_disk_is_lost_continues_from_its_copy(copied, bucket, state,
     (tmp_path / "run" / "replica0" / "log.txt").touch()
     train(copied, tmp_path / "run", state, (1, 2, 3))
     assert names(tmp_path / "run" / "checkpoints") == checkpoints_in(bucket) == ["2", "3"]
-    with open(tmp_path / "run" / "metrics.jsonl", "a") as rows:
-        rows.write('{"step": 3}\n{"st')  # what a kill leaves
     run_id = json.loads((tmp_path / "run" / "config.json").read_text())["run_id"]
     assert not [name for name in files_of(bucket) if "replica" in name or "lock" in name]
     shutil.rmtree(tmp_path / "run")
@@ -140,6 +138,15 @@ def test_a_store_that_fails_is_tried_again(copied, bucket, state, tmp_path, monk
     train(copied, tmp_path / "run", state, (1,), warn=lines.append)
     assert checkpoints_in(bucket) == ["1"] and len(lines) == 1  # the end of the run tried again
     assert "checkpoint 1 could not be copied to memory://bucket/run (ClientError: Red" in lines[0]
+
+
+def test_only_whole_rows_are_copied(bucket, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st')  # while it is being written
+    copies = Copies(bucket, tmp_path, set, print)
+    copies.offer(1)
+    copies.close()
+    assert Store(bucket).read("metrics.jsonl") == b'{"step": 0}\n'
 
 
 def test_a_start_that_fails_leaves_no_copy(copied, bucket, state, tmp_path):
