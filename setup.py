@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-BUCKETS = ["fsspec>=2026.2", "gcsfs>=2026.2", "s3fs>=2026.2"]
+BUCKETS = ["fsspec>=2026.9", "gcsfs>=2026.10", "s3fs>=2026.9"]
 GRPC = "1.85.1"
 PDOC = "pdoc>=16.0"
 REASONING_GYM = "reasoning-gym>=0.1.25"
