@@ -2,6 +2,7 @@
 
 from setuptools import find_packages, setup
 
+BUCKETS = ["fsspec>=2026.9", "gcsfs>=2026.10", "s3fs>=2026.9"]
 GRPC = "1.85.1"
 PDOC = "pdoc>=16.0"
 REASONING_GYM = "reasoning-gym>=0.1.25"
@@ -62,20 +63,24 @@ setup(
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "wandb": ["wandb>=0.25"],
         "trackio": ["trackio>=0.20"],
+        "buckets": BUCKETS,  # checkpoints.copy_to
         "reasoning_gym": [REASONING_GYM],  # data.task="reasoning_gym"
         "openenv": [WEBSOCKETS],  # environment.name="openenv:..."
         "textarena": [TEXTARENA],  # environment.name="textarena:..."
         "docs": [PDOC],  # docs/make_api.py
         # torch is the independent reference of the tests; the trainer has no use for it.
         "test": [
+            *BUCKETS,
             "beartype>=0.23",
             "datasets>=5.2",  # as prompts of a Trainer; it brings pandas
+            "gcp-storage-emulator>=2026.7",
             "grpcio-tools>=1.85.1",
             "hypothesis>=6.170",
             "ipykernel>=7.0",
             "jsonschema>=4.26",
             "kubernetes-validate>=1.37",
             "math-verify>=0.9.0",  # for comparison in benchmarks.grading
+            "moto[server]>=5.2",  # an S3 server
             "nbclient>=0.10",
             "openai>=3.57",
             "peft>=0.21",  # reads and writes adapters, for comparison

@@ -26,7 +26,8 @@ ACCELERATOR=${ACCELERATOR:-v6e-16}             # CHANGE: gcloud compute tpus acc
 RUNTIME=${RUNTIME:-v2-alpha-tpuv6e}            # CHANGE: gcloud compute tpus versions list
 PYTHON=${PYTHON:-python3.11}                   # CHANGE: of the hosts' image, 3.11 or newer, with venv
 CONFIG=${CONFIG:-configs/gsm8k.py}             # CHANGE
-# CHANGE: a directory that all hosts share, for example on a mounted Filestore
+# CHANGE: a directory that all hosts share, for example on a mounted Filestore; without one, any
+# directory, and the flag --config.checkpoints.copy_to=gs://... of train
 WORKDIR=${WORKDIR:-/mnt/runs/gsm8k}
 GRACE_S=${GRACE_S:-60}
 MAX_RESTARTS=${MAX_RESTARTS:-50}
@@ -80,7 +81,7 @@ case $command in
       gcloud compute tpus tpu-vm scp "$archive" "$NAME:semrl_jax.tar.gz" --zone="$ZONE" \
         --worker=all &&
       on_hosts all "mkdir -p semrl_jax && tar -xzf semrl_jax.tar.gz -C semrl_jax && cd semrl_jax &&
-        $PYTHON -m venv .venv && .venv/bin/pip install -q -e '.[tpu]'"
+        $PYTHON -m venv .venv && .venv/bin/pip install -q -e '.[tpu,buckets]'"
     ;;
   train)
     printf -v settings '%q ' CONFIG="$CONFIG" WORKDIR="$WORKDIR" GRACE_S="$GRACE_S" \

@@ -75,8 +75,8 @@ class StopRequest:
         return StopElsewhere(self.check)
 
     def checkpoint_saved(self) -> None:
-        """From now on, only the report is missing if the grace time is exceeded."""
-        self._late = "no report", "the checkpoint is saved"
+        """From now on, the report and copies are missing if the grace time is exceeded."""
+        self._late = "report and copies not complete", "the checkpoint is saved"
 
     def request(self) -> None:
         """Has the effect of a signal. Any thread may call it; further calls do nothing."""

@@ -190,10 +190,14 @@ def file_checksums(folder: pathlib.Path) -> dict[str, list]:
     return sums
 
 
-def write_manifest(folder: pathlib.Path) -> None:
-    """Writes the manifest of a checkpoint's current files; it is on disk when this returns."""
-    manifest = folder / f"manifest.{jax.process_index()}.json"
-    write_json(manifest, file_checksums(folder), durable=True)
+def write_manifest(folder: pathlib.Path, *, of_all: bool = False) -> None:
+    """Writes the manifest of a checkpoint's current files; it is on disk when this returns.
+
+    With `of_all`, also the equal manifests of the other processes, which do not see these files.
+    """
+    sums = file_checksums(folder)
+    for process in range(jax.process_count()) if of_all else (jax.process_index(),):
+        write_json(folder / f"manifest.{process}.json", sums, durable=True)
     # Also sync the directories: older checkpoints are removed once this one is complete.
     for directory in (folder, folder.parent):
         descriptor = os.open(directory, os.O_RDONLY)
@@ -226,11 +230,13 @@ def _let_failed_saves_end() -> None:
 _let_failed_saves_end()
 
 
-def open_checkpointer(barrier: Callable[..., None] | None = None) -> ocp.AsyncCheckpointer:
+def open_checkpointer(
+    barrier: Callable[..., None] | None = None, timeout_s: float = 600.0
+) -> ocp.AsyncCheckpointer:
     """Reads and writes folders of `state` and `meta`.
 
     `barrier`, of `key` and `timeout_ms`, waits until all processes have written. None: Orbax's own,
-    which does not notice a failed process.
+    which does not notice a failed process. `timeout_s` is for a save with its barriers.
     """
     return ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(
@@ -239,7 +245,7 @@ def open_checkpointer(barrier: Callable[..., None] | None = None) -> ocp.AsyncCh
             state=ocp.PyTreeCheckpointHandler(use_compression=False),
             meta=ocp.JsonCheckpointHandler(),
         ),
-        async_options=ocp.AsyncOptions(barrier_sync_fn=barrier),
+        async_options=ocp.AsyncOptions(barrier_sync_fn=barrier, timeout_secs=timeout_s),
     )
 
 

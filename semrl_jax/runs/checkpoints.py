@@ -31,14 +31,17 @@ from semrl_jax.runs.checkpoint_files import (
     save_args,
     write_manifest,
 )
+from semrl_jax.runs.copies import Copies
 from semrl_jax.runs.joint_save import JointSave
+from semrl_jax.runs.parts import TIMEOUT_S as PARTS_TIMEOUT_S
+from semrl_jax.runs.parts import TMP_MARK, Parts
 from semrl_jax.support.errors import UserError, disk_refusal
 from semrl_jax.support.safe_files import remove
 from semrl_jax.training.train_state import DataPosition, TrainState
 
-TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished
 REMOVED = ".removed"
 MANIFEST_TIMEOUT_S = 600.0
+SAVE_TIMEOUT_S = 600.0  # for Orbax to write
 ENDED_TIMEOUT_S = 60.0  # for the other processes to stop writing a failed checkpoint
 
 
@@ -51,10 +54,12 @@ class Checkpoints:
 
     Args:
       directory: made if missing; used by this run only.
-      keep, every_steps, keep_every, extra_steps: as in `config.checkpoints`. Old checkpoints are
-        removed after a newer one is sealed.
+      keep, every_steps, keep_every, extra_steps, copy_to: as in `config.checkpoints`. Old
+        checkpoints are removed after a newer one is sealed. The parent of `directory` is copied.
       warn: gets a line for each that cannot be trusted or written, also from another thread.
       peers: the processes that hold the state. Each writes its part; only process 0 removes.
+      shared: whether they share a disk. If not, the checkpoints are those of process 0, and the
+        parts of the others get there and back through `copy_to`.
       adapter: what the parameters are, if they are adapters.
     """
 
@@ -66,8 +71,10 @@ class Checkpoints:
         every_steps: int = 1,
         keep_every: int = 0,
         extra_steps: Iterable[int] = (),
+        copy_to: str = "",
         warn: Callable[[str], None] = warnings.warn,
         peers: Peers | None = None,
+        shared: bool = True,
         adapter: AdapterRecord | None = None,
     ):
         self._peers = peers or Peers()
@@ -78,7 +85,8 @@ class Checkpoints:
         self._extra_steps = frozenset(extra_steps)
         self._warn = warn
         self.adapter = adapter
-        self._checkpointer = open_checkpointer(self._barrier)
+        self._timeout_s = SAVE_TIMEOUT_S if shared else PARTS_TIMEOUT_S
+        self._checkpointer = open_checkpointer(self._barrier, self._timeout_s)
         self._sound: set[int] = set()  # steps sealed or restored by this attempt
         self._unsound: set[int] = set()  # steps that do not match their manifest
         self._sealing: threading.Thread | None = None
@@ -89,6 +97,11 @@ class Checkpoints:
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax_failing)
         self._name = on_first(self._peers, "open_checkpoints", self._make_directory)
+        self._copies: Copies | None = None
+        if copy_to and (self._peers.index == 0 or not shared):
+            place = copy_to, self._directory.parent
+            self._copies = Copies(*place, self._kept, warn, apart=not shared)
+        self._parts = None if shared else Parts(self._copies, self._directory, self._peers)
         self._num_saves = 0
         self._joint = JointSave(self._name, self._peers)
 
@@ -114,6 +127,8 @@ class Checkpoints:
         if refused:
             self._note_refusal(step, refused)
             return
+        if self._parts:
+            self._parts.begin(step)
         try:
             self._checkpointer.save(
                 self._directory / str(step),
@@ -144,12 +159,16 @@ class Checkpoints:
             folder = self._directory / str(step)
             problem = on_first(self._peers, "restore", lambda: checkpoint_problem(folder))  # noqa: B023
             if not problem:
+                if self._parts:
+                    self._parts.hand_out(step)
                 meta = read_meta(folder)
                 check_resumed(meta, self.adapter, folder)
                 try:
                     run_phase(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     with self._peers.phase("restore"):
                         state = restore_tree(folder, like)
+                    if self._parts:
+                        self._parts.remove_own()
                     self._sound.add(step)
                     return state._replace(position=DataPosition(**meta["position"]))
                 except Exception as error:
@@ -194,11 +213,20 @@ class Checkpoints:
             self.wait()
         finally:
             self._checkpointer.close()
+            if self._copies is not None and self._peers.index == 0:
+                self._copies.close()
+                if self._sound:
+                    self._prune()
 
     def _seal(self, step: int) -> None:
         try:
             self._checkpointer.wait_until_finished()
-            write_manifest(self._directory / str(step))
+            if not self._parts:
+                write_manifest(self._directory / str(step))
+            elif self._parts.lends:
+                self._parts.remove_own()
+            else:
+                write_manifest(self._directory / str(step), of_all=True)
             # Without all manifests, this checkpoint must not replace an older one.
             self._joint.wait("sealed", MANIFEST_TIMEOUT_S)
             self._sound.add(step)
@@ -206,13 +234,19 @@ class Checkpoints:
             self._failure = ""
             if self._peers.index == 0:
                 self._prune()
+                if self._copies is not None:
+                    self._copies.offer(step)
             self._joint.arrive("ended")
         except Exception as error:  # wait() raises it in the calling thread
             self._failed(step, error)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax calls this after all processes have written and before process 0 renames."""
-        self._joint.wait(key, timeout_ms / 1000)
+        """Orbax calls this after all processes have written and before process 0 renames.
+
+        It calls it again after that, with another key.
+        """
+        with self._parts.exchanged(key) if self._parts else contextlib.nullcontext():
+            self._joint.wait(key, timeout_ms / 1000)
 
     def _agree_on_failure(self) -> None:
         """Makes a save fail in all processes if it failed in one."""
@@ -240,6 +274,8 @@ class Checkpoints:
             probe.mkdir()
             (probe / "file").write_bytes(bytes(4096))
             remove(probe)
+            if self._parts:
+                self._copies.clear(step)
         except OSError as error:
             if disk_refusal(error) is None:
                 raise
@@ -254,15 +290,19 @@ class Checkpoints:
         `keep` newer ones are valid before they are removed.
         """
         steps = [step for step in checkpoint_steps(self._directory) if step not in self._unsound]
-        kept = self._extra_steps.union(
-            steps[-self._keep :],
-            (step for step in steps if self._keep_every and step % self._keep_every == 0),
-        )
+        kept = self._kept(steps)
+        if self._copies is not None:
+            kept |= self._copies.in_use
         overtaken = (step for step in self._unsound if step < max(self._sound))
         for step in (set(steps) - kept).union(overtaken):
             self._remove(step)
             self._sound.discard(step)
         self._unsound = {step for step in self._unsound if step > max(self._sound)}
+
+    def _kept(self, steps: list[int]) -> set[int]:
+        """Which of these steps, in order, need their checkpoint."""
+        multiples = (step for step in steps if self._keep_every and step % self._keep_every == 0)
+        return {*self._extra_steps, *steps[-self._keep :], *multiples}
 
     def _remove(self, step: int) -> None:
         """Removes a checkpoint if it exists."""
@@ -294,7 +334,8 @@ class Checkpoints:
         self._joint.fail(refusal or error)
         if refusal is not None:
             # The old checkpointer would report this save's errors at the next save.
-            failed, self._checkpointer = self._checkpointer, open_checkpointer(self._barrier)
+            failed = self._checkpointer
+            self._checkpointer = open_checkpointer(self._barrier, self._timeout_s)
             with contextlib.suppress(Exception):
                 failed.close()
             if self._peers.index == 0:

@@ -172,7 +172,7 @@ def _work_together(
 ) -> Work:
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED, forward=peers.stop_all)
     peers.on_stop = stop.request
-    directory = open_workdir_together(peers, workdir, config)
+    directory = open_workdir_together(peers, workdir, config, reporter.notice)
     opened = None
     try:
         with stop.installed(), contextlib.ExitStack() as stack:

@@ -328,7 +328,7 @@ def open_run(
             evaluation_measurer = stack.enter_context(open_measurer(config, options))
         checkpoints = Checkpoints(
             workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers,
-            adapter=record,
+            shared=workdir.shared, adapter=record,
         )  # fmt: skip
         stack.enter_context(contextlib.closing(checkpoints))
         critic = critic_head = None

@@ -269,7 +269,7 @@ def open_fine_tuning(
     )
     checkpoints = Checkpoints(
         workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers,
-        adapter=record,
+        shared=workdir.shared, adapter=record,
     )  # fmt: skip
     with contextlib.closing(checkpoints):
         run = Run(

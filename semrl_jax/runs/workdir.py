@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 import ml_collections
@@ -21,11 +21,12 @@ from configs.default import get_config
 from semrl_jax.cluster import find_place
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.runs.copies import RESTORING, find_copy, restore
 from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.moved import REMOVED, with_present_names
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.run_directory import START
+from semrl_jax.support.run_directory import START, record_of
 from semrl_jax.support.safe_files import (
     jsonable,
     read_json_object,
@@ -52,6 +53,7 @@ class Workdir:
     changed: tuple[str, ...]  # settings that differ from the first attempt's: "field: old -> new"
     lock: Any  # closing it releases the directory
     made: tuple[pathlib.Path, ...] = ()  # directories of this attempt; the run's own is first
+    shared: bool = True  # by all processes; if not, `path` of others is in their own directory
 
     def check_inputs(self, hashes: dict[str, str]) -> None:
         """Records hashes by name of the run's inputs; UserError at a later start if one changed."""
@@ -87,29 +89,44 @@ class Workdir:
         self.lock.close()
 
 
-def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
-    """Makes or reopens a run directory and locks it; UserError if that cannot be."""
+def open_workdir(
+    path: str, config: ml_collections.ConfigDict, say: Callable[[str], None] = print
+) -> Workdir:
+    """Makes or reopens a run directory and locks it; UserError if that cannot be.
+
+    If the run, or a newer checkpoint of it, is only in `checkpoints.copy_to`, the directory is
+    written from there. `say` gets lines about it.
+    """
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
     config_file = directory / "config.json"
     with contextlib.ExitStack() as stack:
         with _named_errors(path):
             _check_contents(path, directory, settings)  # before anything is made
+            is_behind = _check_copy(path, directory, config)
             made = tuple(d for d in (directory, *directory.parents) if not d.exists())
             directory.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(directory / ".lock", "a", opener=through_no_link))
         _lock(path, lock)
+        if is_behind:
+            with _named_errors(path):
+                restore(config.checkpoints.copy_to, directory, say)
         if resumed := config_file.exists():
             record = _read_record(config_file)
         else:
             record = {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
             write_json(config_file, record)
+        attempt_id = secrets.token_hex(8)
+        lock.truncate(0)
+        lock.write(attempt_id)
+        lock.flush()
+        os.fsync(lock.fileno())
         opened = Workdir(
             path=directory,
             run_id=record["run_id"],
-            attempt_id=secrets.token_hex(8),
+            attempt_id=attempt_id,
             resumed=resumed,
-            changed=_compare(path, record["config"], settings),
+            changed=_compare(f"workdir={path}", record["config"], settings),
             lock=lock,
             made=made,
         )
@@ -121,8 +138,10 @@ def check_early(path: str, config: ml_collections.ConfigDict) -> None:
     """UserError for a wrong directory, before the trainer is loaded; with one process only."""
     if find_place(config.distributed, os.environ).num_processes > 1:
         return
+    directory = pathlib.Path(path).absolute()
     with _named_errors(path):
-        _check_contents(path, pathlib.Path(path).absolute(), jsonable(config.to_dict()))
+        _check_contents(path, directory, jsonable(config.to_dict()))
+        _check_copy(path, directory, config)
 
 
 def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str, str]) -> bool:
@@ -130,6 +149,7 @@ def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str
     directory = pathlib.Path(path).absolute()
     with _named_errors(path):
         changed = _check_contents(path, directory, jsonable(config.to_dict()))
+        is_behind = _check_copy(path, directory, config, writes=False)
         existing = next(d for d in (directory, *directory.parents) if d.exists())
         if not os.access(existing, os.W_OK):
             raise UserError(f"workdir={path} cannot be used: {existing} cannot be written to.")
@@ -139,7 +159,7 @@ def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str
         if (directory / "inputs.json").exists():
             recorded = read_json_object(directory / "inputs.json")
             _compare_inputs(directory, recorded, hashes, changed)
-        return (directory / "config.json").exists()
+        return is_behind or (directory / "config.json").exists()
 
 
 @contextlib.contextmanager
@@ -156,18 +176,44 @@ def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[
     if "://" in path:
         raise UserError(
             f"workdir={path} must be a directory of a file system, with locks and renames; name "
-            "one, and copy its checkpoints to the object store (docs/h100.md)."
+            "one, and let checkpoints.copy_to copy it to the object store."
         )
     if directory.exists() and not directory.is_dir():
         raise UserError(f"workdir={path} is a file; name a directory.")
     contents = [entry.name for entry in directory.iterdir()] if directory.exists() else []
+    if RESTORING in contents:
+        return ()
     if "config.json" in contents:
-        return _compare(path, _read_record(directory / "config.json")["config"], settings)
+        record = _read_record(directory / "config.json")
+        return _compare(f"workdir={path}", record["config"], settings)
     if not all(map(_is_left_by_a_start, contents)):
         raise UserError(
             f"workdir={path} is not empty and has no config.json of a run; name a new directory."
         )
     return ()
+
+
+def _check_copy(
+    path: str, directory: pathlib.Path, config: ml_collections.ConfigDict, *, writes: bool = True
+) -> bool:
+    """Whether the copy in `checkpoints.copy_to` must be restored; UserError if it cannot be used.
+
+    It must if there is no run here, or if its newest complete checkpoint is newer than any here.
+    """
+    url, is_partial = config.checkpoints.copy_to, (directory / RESTORING).exists()
+    run_id = "" if is_partial else record_of(directory).get("run_id", "")
+    copy = find_copy(url, directory, run_id, writes=writes) if url else None
+    if is_partial and copy is None:
+        raise UserError(
+            f"workdir={path} has only a part of the files of its copy; set checkpoints.copy_to as "
+            "before, or remove the directory."
+        )
+    if copy is None:
+        return False
+    _compare(f"checkpoints.copy_to={url}", copy.record["config"], jsonable(config.to_dict()))
+    complete = directory.glob("checkpoints/*/manifest.0.json")
+    steps = [int(file.parent.name) for file in complete if file.parent.name.isdigit()]
+    return not run_id or copy.step > max(steps, default=-1)
 
 
 def _lock(path: str, file: IO[str]) -> None:
@@ -207,12 +253,18 @@ def _read_record(file: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-def open_workdir_together(peers: Peers, path: str, config: ml_collections.ConfigDict) -> Workdir:
-    """The run directory in every process; only process 0 makes, locks and writes it."""
+def open_workdir_together(
+    peers: Peers, path: str, config: ml_collections.ConfigDict, say: Callable[[str], None] = print
+) -> Workdir:
+    """The run directory in every process; only process 0 makes, locks and writes it.
+
+    If some processes do not see it, each of the others gets a directory of its own. UserError then
+    without `checkpoints.copy_to`, through which checkpoints get to all.
+    """
     opened: list[Workdir] = []
 
     def open_first() -> dict[str, Any]:
-        opened.append(open_workdir(path, config))
+        opened.append(open_workdir(path, config, say))
         names = ("run_id", "attempt_id", "resumed", "changed")
         return {name: getattr(opened[0], name) for name in names}
 
@@ -223,21 +275,26 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
         record["changed"] = tuple(record["changed"])
         workdir = Workdir(pathlib.Path(path).absolute(), lock=contextlib.ExitStack(), **record)
     try:
-        run_phase(peers, "open_workdir", lambda: _check_shared(workdir))
+        seen = peers.gather("open_workdir", _is_seen(workdir))
+        run_phase(peers, "open_workdir", lambda: _check_seen(seen, path, config))
+        if not all(seen) and not opened:
+            own = workdir.path / f"process{peers.index}"
+            own.mkdir(parents=True, exist_ok=True)
+            workdir = dataclasses.replace(workdir, path=own)
+        return dataclasses.replace(workdir, shared=all(seen))
     except BaseException:
         if opened:
             workdir.discard()
             workdir.close()
         raise
-    return workdir
 
 
 def _is_left_by_a_start(name: str) -> bool:
     """Whether a failed start may leave a file of this name in a run directory."""
     # config.writing: of a kill during the first write; replica0, replica0_1: logs of replicas that
-    # did not start.
-    is_log = re.fullmatch(r"replica\d+(_\d+)?", name) is not None
-    return is_log or name in (".lock", "config.writing", GIVEN)
+    # did not start; process1: of a process on this host that did not see the run directory.
+    is_own = re.fullmatch(r"replica\d+(_\d+)?|process\d+", name) is not None
+    return is_own or name in (".lock", "config.writing", GIVEN)
 
 
 def _is_worthless(path: pathlib.Path) -> bool:
@@ -256,14 +313,19 @@ def _is_worthless(path: pathlib.Path) -> bool:
     )
 
 
-def _check_shared(workdir: Workdir) -> None:
+def _is_seen(workdir: Workdir) -> bool:
+    """Whether this process sees the run directory that process 0 has locked."""
     try:
-        run_id = read_json_object(workdir.path / "config.json").get("run_id")
-    except (FileNotFoundError, UserError):
-        run_id = None
-    if run_id != workdir.run_id:
+        return (workdir.path / ".lock").read_text() == workdir.attempt_id
+    except OSError:
+        return False
+
+
+def _check_seen(seen: Sequence[bool], path: str, config: ml_collections.ConfigDict) -> None:
+    if not all(seen) and not config.checkpoints.copy_to:
         raise UserError(
-            f"workdir={workdir.path} lacks the files of process 0; name a directory that all share."
+            f"workdir={path} lacks the files of process 0 in process {seen.index(False)}; name a "
+            "directory that all share, or a bucket in checkpoints.copy_to."
         )
 
 
@@ -277,8 +339,8 @@ def versions() -> dict[str, str]:
     return found | {"git": revision}
 
 
-def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
-    """The changed settings; UserError if one of them may not change."""
+def _compare(place: str, recorded: Any, settings: Any) -> tuple[str, ...]:
+    """The changed settings; UserError, which begins with `place`, if one of them may not change."""
     old, new = with_present_names(flatten(recorded)), flatten(settings)
     named = old.keys()
     # A setting that is newer than the run had its default, and may have any other value now.
@@ -296,8 +358,7 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
                     "this version has no such setting: continue with the version that began the run"
                 )
             raise UserError(
-                f"workdir={path} holds a run with another config ({line}); {way}, or name a new "
-                "directory."
+                f"{place} holds a run with another config ({line}); {way}, or name a new directory."
             )
         changed.append(line)
     return tuple(changed)

@@ -19,6 +19,11 @@ class Checkpoints:
     extra_steps: tuple[int, ...] = setting(
         (), "Steps with a checkpoint of their own, which is never removed", items=int
     )
+    copy_to: str = setting(
+        "",
+        "Bucket or directory (gs://, s3://, a path) that gets a copy of the run with each "
+        "checkpoint, and from which an empty WORKDIR continues. Empty: none",
+    )
 
 
 def check(checkpoints: Section) -> None:

@@ -31,7 +31,7 @@ def disk_refusal(error: BaseException | None) -> OSError | None:
     """The disk error behind the error of a write, maybe of C++ or Rust; None: another cause."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
-            return OSError(error.errno, os.strerror(error.errno))
+            return OSError(error.errno, error.strerror or os.strerror(error.errno))
         for number in DISK_ERRNOS:
             if os.strerror(number) in str(error):
                 return OSError(number, os.strerror(number))
