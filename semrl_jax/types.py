@@ -311,7 +311,7 @@ TOKEN_ARRAYS = (
     TokenArray(
         "effective_ranks", "<f4", wire="effective_ranks", is_optional=True, is_per_token=False
     ),
-    # Of the trainer alone:
+    # The trainer alone has these:
     TokenArray("conversations", "<i4", is_optional=True),
     *(
         TokenArray(name, "<f4", is_optional=True, is_per_token=False)
