@@ -67,13 +67,13 @@ class Store:
     """
 
     def __init__(self, url: str):
-        import fsspec  # here: only copies need it
-
         self.url = url.rstrip(SLASH)
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the errors that it raises
         self._is_disk = "://" not in url or url.startswith("file://")
         options = {"auto_mkdir": True} if self._is_disk else {}
         try:
+            import fsspec  # here: only copies need it
+
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
             raise UserError(
