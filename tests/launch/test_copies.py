@@ -13,9 +13,10 @@ import time
 import fsspec
 import pytest
 
+from semrl_jax.runs.checkpoint_files import checkpoint_problem
 from semrl_jax.runs.copies import Store, StoreError
 from tests.launch.comparison import assert_same_run
-from tests.launch.conftest import TINY, start, succeed
+from tests.launch.conftest import TINY, start, succeed, xla_flags
 from tests.launch.processes import finish, free_port, start_processes
 
 for package in ("moto.server", "s3fs"):
@@ -136,6 +137,28 @@ def test_a_killed_run_without_its_disk_continues_from_the_bucket(bucket, tmp_pat
     assert f"checkpoints/{NUM_STEPS}/manifest.0.json" in there
 
 
+def test_two_disks_exchange_their_parts_of_a_checkpoint(tmp_path):
+    """Process 0 has whole checkpoints. Both restore one after both disks are lost."""
+
+    def both():
+        port = free_port()
+        one_device = {"XLA_FLAGS": xla_flags(1)}
+        processes = [start("tests.runs.apart", i, port, tmp_path, env=one_device) for i in (0, 1)]
+        found = finish(processes, 600)
+        assert [code for code, _, _ in found] == [0, 0], found
+        return [out.strip().splitlines()[-1] for _, out, _ in found]
+
+    assert both() == ["restored 0"] * 2
+    saved = tmp_path / "disk0" / "run" / "checkpoints" / "2"
+    assert checkpoint_problem(saved) == ""
+    assert {"ocdbt.process_0", "ocdbt.process_1"} < {path.name for path in saved.glob("state/*")}
+    assert not list((tmp_path / "disk1" / "run" / "process1" / "checkpoints").iterdir())
+    shutil.rmtree(tmp_path / "disk0")
+    shutil.rmtree(tmp_path / "disk1")
+    assert both() == ["restored 2"] * 2
+
+
+@pytest.mark.soak
 def test_processes_that_share_no_disk_continue_from_the_bucket(bucket, tmp_path):
     """Each has a directory of its own; all disks are lost."""
     num_steps = 3
