@@ -16,6 +16,7 @@ import pathlib
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -67,9 +68,16 @@ class Store:
     """
 
     def __init__(self, url: str):
-        self.url = url.rstrip(SLASH)
+        self.url = url.rstrip(SLASH) or SLASH
+        if re.match(r"\w+(:(?!//)|//)", self.url):  # s3:/bucket would be a directory here
+            raise UserError(
+                f"checkpoints.copy_to={url} is no address such as s3://BUCKET/NAME and no "
+                "directory; change it."
+            )
+        # After an error, fsspec leaves the rest of the files.
+        warnings.filterwarnings("ignore", "coroutine .*FileSystem.* was never awaited")
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the errors that it raises
-        self._is_disk = "://" not in url or url.startswith("file://")
+        self._is_disk = "://" not in url or url.startswith(("file://", "local://"))
         options = {"auto_mkdir": True} if self._is_disk else {}
         try:
             import fsspec  # here: only copies need it
@@ -83,9 +91,10 @@ class Store:
         except Exception as error:  # each store checks its addresses and credentials in its own way
             raise UserError(f"checkpoints.copy_to={url} cannot be used: {error}.") from None
 
-    def holds(self, run: pathlib.Path) -> bool:
-        """Whether this is a run directory or in it."""
-        return self._is_disk and pathlib.Path(self._root).is_relative_to(run)
+    def overlaps(self, run: pathlib.Path) -> bool:
+        """Whether this is a run directory, in it, or around it."""
+        here, run = pathlib.Path(self._root).resolve(), run.resolve()
+        return self._is_disk and (here.is_relative_to(run) or run.is_relative_to(here))
 
     @_named
     def check_writable(self) -> None:
@@ -151,8 +160,9 @@ class Store:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name of a store is that of a file below the directory."""
-    return bool(name) and not any(part in ("", ".", "..") for part in name.split(SLASH))
+    """Whether a name of a store is that of a whole file below the directory."""
+    is_whole = name != PROBE and not name.endswith(UNFINISHED)  # a kill may leave others
+    return is_whole and not any(part in ("", ".", "..") for part in name.split(SLASH))
 
 
 class Copy(NamedTuple):
@@ -169,8 +179,11 @@ def find_copy(url: str, run: pathlib.Path, run_id: str, *, writes: bool = True) 
     It is checked that the place can be written; without `writes`, only that it can be read.
     """
     store = Store(url)
-    if store.holds(run):
-        raise UserError(f"checkpoints.copy_to={url} must not be in the run directory {run}.")
+    if store.overlaps(run):
+        raise UserError(
+            f"checkpoints.copy_to={url} must not be in the run directory {run} or around it; name "
+            "another place."
+        )
     try:
         if writes:
             store.check_writable()
@@ -218,6 +231,8 @@ def restore(url: str, run: pathlib.Path, say: Callable[[str], None]) -> None:
             folder = run / CHECKPOINTS / str(step)
             if f"{CHECKPOINTS}/{step}/{MANIFEST}" not in names:
                 continue  # the copy was not completed
+            if not checkpoint_problem(folder):
+                break  # this disk has a good one
             remove(folder)
             store.get({name: run / name for name in names if _step_of(name) == step})
             problem = checkpoint_problem(folder)
@@ -261,6 +276,7 @@ class Copies:
         self._busy: int | None = None  # the one that is being copied
         self._worker: threading.Thread | None = None
         self._last: int | None = None  # the newest one that was to be copied, and was not yet
+        self._saving: int | None = None  # the one that other processes are sending
         self._copied: dict[str, tuple[int, int]] = {}  # size and time of files, when copied
 
     def offer(self, step: int) -> None:
@@ -279,6 +295,7 @@ class Copies:
 
     def clear(self, step: int) -> None:
         """Removes a copy of a checkpoint that is about to be written; raises StoreError."""
+        self._saving = step
         self._store.remove_checkpoint(step)
 
     def send(self, step: int, files: Mapping[str, pathlib.Path]) -> None:
@@ -329,10 +346,14 @@ class Copies:
     def _copy(self, step: int | None) -> None:
         """Copies the files of the run, then a checkpoint, and removes what need not be kept."""
         there = self._store.sizes()
-        # These belong to a future that this run has lost: its rows are about to be replaced.
-        later = [other for other in _steps(there) if step is not None and other > step]
-        for other in later:
-            self._store.remove_checkpoint(other)
+        self._claim(there)
+        complete = [n for n in _steps(there) if f"{CHECKPOINTS}/{n}/{MANIFEST}" in there]
+        for other in _steps(there) if step is not None else ():
+            # Later ones belong to a future that this run has lost: its rows are about to be
+            # replaced. Incomplete ones only need room.
+            is_old = other > step or (other < step and other not in complete)
+            if is_old and other != self._saving:
+                self._store.remove_checkpoint(other)
         self._copy_files(there)
         if step is None:
             return
@@ -347,26 +368,33 @@ class Copies:
             return
         same = manifest in there and self._store.read(manifest) == own[manifest].read_bytes()
         if not same:
-            last = {manifest: own.pop(manifest)}
+            last = own.pop(manifest).read_bytes()
             if self._apart:  # the others have sent theirs; what was there before has been removed
                 own = {n: file for n, file in own.items() if there.get(n) != file.stat().st_size}
             else:
                 self._store.remove_checkpoint(step)
             self._store.put(own)
-            self._store.put(last)
-        steps = [other for other in _steps(there) if other not in (*later, step)] + [step]
-        for other in set(steps) - self._kept(sorted(steps)):
+            self._store.write(manifest, last)
+        steps = [*(other for other in complete if other < step), step]
+        for other in set(steps) - self._kept(steps):
             self._store.remove_checkpoint(other)
 
+    def _claim(self, there: Mapping[str, int]) -> None:
+        """Writes config.json, which tells whose files these are; StoreError if it is another's."""
+        record = (self._run / "config.json").read_bytes()
+        if "config.json" not in there:
+            self._store.write("config.json", record)
+        elif self._store.read("config.json") != record:
+            raise StoreError("it holds another run")
+
     def _copy_files(self, there: Mapping[str, int]) -> None:
-        if "config.json" not in there:  # first: it tells whose files these are
-            self._store.write("config.json", (self._run / "config.json").read_bytes())
         changed = {}
         for name, file in _files(self._run):
             try:
                 state = file.stat().st_size, file.stat().st_mtime_ns
                 is_old = state[1] < self._began_ns and file.suffix not in CHANGING
-                if self._copied.get(name) == state or (is_old and there.get(name) == state[0]):
+                is_same = self._copied.get(name) == state and name in there
+                if is_same or (is_old and there.get(name) == state[0]):
                     continue
                 if file.suffix == ".jsonl":  # they grow: only whole lines are copied
                     content = file.read_bytes()

@@ -201,7 +201,7 @@ def _check_copy(
     It must if there is no run here, or if its newest complete checkpoint is newer than any here.
     """
     url, is_partial = config.checkpoints.copy_to, (directory / RESTORING).exists()
-    run_id = "" if is_partial else record_of(directory).get("run_id", "")
+    run_id = record_of(directory).get("run_id", "")  # "" if only a part of it was written
     copy = find_copy(url, directory, run_id, writes=writes) if url else None
     if is_partial and copy is None:
         raise UserError(
@@ -213,7 +213,7 @@ def _check_copy(
     _compare(f"checkpoints.copy_to={url}", copy.record["config"], jsonable(config.to_dict()))
     complete = directory.glob("checkpoints/*/manifest.0.json")
     steps = [int(file.parent.name) for file in complete if file.parent.name.isdigit()]
-    return not run_id or copy.step > max(steps, default=-1)
+    return is_partial or not run_id or copy.step > max(steps, default=-1)
 
 
 def _lock(path: str, file: IO[str]) -> None:

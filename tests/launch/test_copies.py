@@ -211,6 +211,7 @@ def test_a_store_that_is_lost_does_not_end_the_run(server, bucket, tmp_path):
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert "could not be copied" in out + err
+    assert "never awaited" not in err
     with pytest.raises(StoreError):
         Store(bucket).sizes()
     shutil.rmtree(tmp_path / "run")

@@ -1,5 +1,6 @@
 """A run is copied with its checkpoints, and continues from the copy if its disk is lost."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -8,7 +9,7 @@ import fsspec
 import pytest
 
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.copies import RESTORING, Copies, Store, StoreError
+from semrl_jax.runs.copies import PROBE, RESTORING, Copies, Store, StoreError
 from semrl_jax.runs.workdir import check_early, check_workdir, open_workdir
 from tests.cases import refused
 from tests.runs.test_checkpoints import assert_same, at_step, make_state, names
@@ -56,6 +57,10 @@ def train(config, run, state, steps, warn=print, **options):
 
 def files_of(url):
     return sorted(Store(url).sizes())
+
+
+def contents(url):
+    return {name: Store(url).read(name) for name in files_of(url)}
 
 
 def checkpoints_in(url):
@@ -172,7 +177,11 @@ def test_a_place_that_cannot_hold_copies_is_refused(config, bucket, state, tmp_p
         assert not (tmp_path / "run").exists()
 
     refused_at("nowhere://a/b", "nowhere.*cannot be used")
-    refused_at(f"{run}/copy", "must not be in the run directory")
+    for near in (f"{run}/copy", f"{tmp_path}/x/../run/copy", f"local://{run}", str(tmp_path)):
+        refused_at(near, "must not be in the run directory .* or around it")
+    for typo in ("s3:/bucket/run", "s3//bucket/run", "gs://"):
+        refused_at(typo, "is no address such as s3://BUCKET/NAME and no directory")
+    assert names(tmp_path) == []
     for url, package in (("gs://bucket/run", "gcsfs"), ("s3://bucket/run", "s3fs")):
         monkeypatch.setitem(sys.modules, package, None)
         refused_at(url, r"needs another package .*pip install 'semrl_jax\[buckets\]'")
@@ -191,3 +200,64 @@ def test_a_place_that_cannot_hold_copies_is_refused(config, bucket, state, tmp_p
     open_workdir(run, config).close()
     config.checkpoints.copy_to = bucket
     refused("holds another run", open_workdir, run, config)
+
+
+def test_a_run_does_not_write_into_the_copy_of_another(copied, bucket, state, tmp_path):
+    """Both found an empty place when they started."""
+    lines = []
+    with contextlib.closing(open_workdir(str(tmp_path / "other"), copied)):
+        train(copied, tmp_path / "run", state, (1,))
+        there = contents(bucket)
+        copies = Copies(bucket, tmp_path / "other", set, lines.append)
+        copies.offer(1)
+        copies.close()
+    assert "(it holds another run); the next checkpoint tries again" in lines[0]
+    assert contents(bucket) == there
+
+
+def test_a_half_restored_directory_takes_no_other_run(copied, bucket, state, tmp_path):
+    train(copied, tmp_path / "run", state, (1,))
+    (tmp_path / "run" / RESTORING).touch()
+    copied.checkpoints.copy_to = "memory://bucket/other"
+    train(copied, tmp_path / "other", state, (2,))
+    refused("holds another run", open_workdir, str(tmp_path / "run"), copied)
+
+
+def test_what_a_kill_leaves_is_not_a_copy(copied, bucket, tmp_path):
+    for name in (PROBE, "config.json.writing", "metrics.jsonl.writing"):
+        fsspec.filesystem("memory").pipe_file(f"/bucket/run/{name}", b"{")
+    assert not check_workdir(str(tmp_path / "run"), copied, {})
+    open_workdir(str(tmp_path / "run"), copied).close()
+
+
+def test_a_good_checkpoint_is_not_replaced_by_a_bad_copy(copied, bucket, state, tmp_path):
+    train(copied, tmp_path / "run", state, (1,))
+    shutil.copytree(tmp_path / "run", tmp_path / "snapshot")
+    train(copied, tmp_path / "run", state, (2,))
+    for step in (1, 2):
+        fsspec.filesystem("memory").pipe_file(f"/bucket/run/checkpoints/{step}/meta/metadata", b"")
+    assert_same(train(copied, tmp_path / "snapshot", state, ()), at_step(state, 1))
+
+
+def test_files_that_the_store_has_lost_are_copied_again(bucket, tmp_path):
+    for name in ("config.json", "inputs.json", "checkpoints/1/manifest.0.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    copies = Copies(bucket, tmp_path, set, print)
+    copies.publish(1)
+    fsspec.filesystem("memory").store.clear()
+    copies.publish(1)
+    assert files_of(bucket) == ["checkpoints/1/manifest.0.json", "config.json", "inputs.json"]
+
+
+def test_incomplete_copies_are_removed_and_do_not_count(bucket, tmp_path):
+    """The checkpoint that other processes are sending stays."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "3" / "manifest.0.json").write_text("{}")
+    store, copies = Store(bucket), Copies(bucket, tmp_path, lambda steps: {*steps[-2:]}, print)
+    copies.clear(4)
+    for name in ("1/manifest.0.json", "2/part", "4/part", "5/part"):
+        store.write(f"checkpoints/{name}", b"{}")
+    copies.publish(3)
+    assert checkpoints_in(bucket) == ["1", "3", "4"]
