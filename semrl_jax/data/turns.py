@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from semrl_jax.data.chat_templates import TemplateError, render_chat
 from semrl_jax.data.templates import chat_template_text
 from semrl_jax.data.tokenizer import Tokenizer
+from semrl_jax.support.choices import TOKEN_IDS
 from semrl_jax.support.errors import UserError
 
 PLACEHOLDER = "x"
-TOKEN_IDS = "token_ids"  # the role of a message whose content is token ids, a list in JSON
 # Own messages that templates are known to change: without thinking, without blanks at the ends.
 _THOUGHT, _BLANKS = "<think>\na\n</think>\n\nb", " \na \n"
 # A control token in others' text becomes a character of this plane while the template is rendered.

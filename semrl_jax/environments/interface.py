@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from semrl_jax.settings.environment import BUILT_IN
 from semrl_jax.settings.rewards import MAX_SCORE, TAKEN_NAMES, is_reward_name
+from semrl_jax.support.choices import TOKEN_IDS
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.isolation import error_text
 from semrl_jax.support.modules import load_module
 
 FIELD = "environment.name"
 PARTS = ("tasks", "reset", "step")
-TOKEN_IDS = "token_ids"  # a role: the content is token ids, a list in JSON
 FIRST_ROLES = ("system", "user", "assistant", "tool", TOKEN_IDS)
 ROLES = ("system", "user", "tool", TOKEN_IDS)  # of an answer: no one else speaks for the policy
 

@@ -351,8 +351,8 @@ class Copies:
         for other in _steps(there) if step is not None else ():
             # Later ones belong to a future that this run has lost: its rows are about to be
             # replaced. Incomplete ones only need room.
-            is_old = other > step or (other < step and other not in complete)
-            if is_old and other != self._saving:
+            is_needless = other > step or (other < step and other not in complete)
+            if is_needless and other != self._saving:
                 self._store.remove_checkpoint(other)
         self._copy_files(there)
         if step is None:

@@ -45,11 +45,11 @@ class MultiTurn:
     - when a turn of the policy reaches `max_tokens`, the limit of all tokens of the episode. The
       environment does not get such a message: half a call of a tool must not run;
     - when an answer leaves no room for one more token. It is left out.
-    An environment may begin further conversations. The policy sees one of them at a time, and the
-    episode is the sequence of all their tokens, each with the number of its conversation.
-
     In the last two cases the finish reason is "length", else the one of the policy's last turn. The
     rewards of all turns count. A prompt without an environment is answered in a single turn.
+
+    An environment may begin further conversations. The policy sees one of them at a time, and the
+    episode is the sequence of all their tokens, each with the number of its conversation.
 
     Equal draws give equal episodes, to the bit, by induction over the calls. Lanes and the first
     call follow from the draw. After n equal calls the policy's tokens are equal, since an engine

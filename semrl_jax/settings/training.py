@@ -17,7 +17,7 @@ class Training(Steps):
     )
     num_epochs: int = setting(
         0,
-        "passes over the prompts; above 0, replaces num_steps; the last step is a whole one",
+        "passes over the prompts; above 0, replaces num_steps; a rest below a step is left out",
         "epochs",
         at_least=0,
         may_change=True,

@@ -5,6 +5,7 @@ TOKEN_INDICATORS = {"avg_log_probs": "logprobs", "avg_logits_entropy": "entropie
 
 DTYPES = ("float32", "bfloat16")
 ATTENTION_KERNELS = ("auto", "xla", "splash", "triton")
+TOKEN_IDS = "token_ids"  # the role of a message whose content is token ids, a list in JSON
 SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADED = ("optimizer", "reference")
 REMAT_POLICIES = ("none", "full", "dots")

@@ -19,9 +19,6 @@ from tests.launch.comparison import assert_same_run
 from tests.launch.conftest import TINY, start, succeed, xla_flags
 from tests.launch.processes import finish, free_port, start_processes
 
-for package in ("moto.server", "s3fs"):
-    pytest.importorskip(package, reason="needs semrl_jax[test]")
-
 pytestmark = pytest.mark.slow
 NUM_STEPS = 6
 ACCOUNT = {
@@ -69,8 +66,6 @@ def place(request, tmp_path, monkeypatch):
     if request.param == "s3":
         yield request.getfixturevalue("bucket")
         return
-    for package in ("gcp_storage_emulator", "gcsfs"):
-        pytest.importorskip(package, reason="needs semrl_jax[test]")
     port = free_port()
     command = ["gcp_storage_emulator", "start", "--in-memory", "--default-bucket", "bucket"]
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")

@@ -29,7 +29,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows
 from semrl_jax.training.probes.mismatch import logprob_mismatch, state_differences
 from semrl_jax.training.rollout_batch import bucket, pad_batch
-from semrl_jax.types import FINISH_REASONS
+from semrl_jax.types import FINISH_REASONS, SamplingParams
 from tests.fixtures import make_scored
 from tests.launch.comparison import logged_events
 
@@ -236,7 +236,7 @@ def test_lengths_and_mismatches_count_only_policy_tokens():
     # The engine gave -(t + 1) to response token t. Context and padding hold arbitrary values.
     old = np.array([[-1.5, 99, -3, -4], [99, -2, 99, 99]], np.float32)
     rollouts = [item.rollout for item in scored]
-    found = logprob_mismatch(rollouts, old, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    found = logprob_mismatch(rollouts, old, SamplingParams(1))
     assert found["rollout/logprob_mismatch/max"] == 0.5
     assert found["rollout/logprob_mismatch/mean"] == 0.125
     # The engine sent a state for each response token, the policy has only those of its tokens.
@@ -290,8 +290,8 @@ def test_only_log_probabilities_of_one_distribution_are_compared(
             fields["rollout_raw_logprobs"] = row[:length] - np.float32(0.125)
         rollout = make_scored(response_ids=np.ones(length, np.int32)).rollout
         rollouts.append(dataclasses.replace(rollout, **fields))
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    scalars = logprob_mismatch(rollouts, old, **sampling)
+    sampling = SamplingParams(1, temperature, top_p, top_k, min_p=min_p)
+    scalars = logprob_mismatch(rollouts, old, sampling)
     assert set(scalars.values()) == ({largest} if largest else set())
 
 

@@ -27,9 +27,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from semrl_jax.data import read_rows
-from semrl_jax.environments.interface import TOKEN_IDS, Message, Turn
+from semrl_jax.environments.interface import Message, Turn
 from semrl_jax.environments.tools.formats import choose_format
 from semrl_jax.environments.tools.functions import Answer
+from semrl_jax.support.choices import TOKEN_IDS
 from semrl_jax.support.errors import UserError
 
 FORM = choose_format(None, "hermes")

@@ -13,7 +13,7 @@ from semrl_jax.sampling.requests import distribution
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.training.passes import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools, is_due
-from semrl_jax.types import Rollout
+from semrl_jax.types import Rollout, SamplingParams
 
 
 def probe(tools: Tools) -> Probe:
@@ -40,7 +40,7 @@ class Mismatch(Probe):
             scalars |= logprob_mismatch(
                 [seen.scored[row].rollout for row in rows],
                 np.asarray(seen.logprobs)[rows],
-                **distribution(self.tools.config.rollout),
+                SamplingParams(1, **distribution(self.tools.config.rollout)),
             )
         if self.needs(seen.step).states:
             own = state_differences(seen.scored, seen.tokens.states)
@@ -51,23 +51,19 @@ class Mismatch(Probe):
 def logprob_mismatch(
     rollouts: Sequence[Rollout],
     old_logprobs: Float[np.ndarray, "B T"],
-    *,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
+    sampling: SamplingParams,
 ) -> dict[str, float]:
     """Absolute difference of the log-probabilities of engine and training model, in nats.
 
-    The training model's log-probabilities are over the whole vocabulary at `temperature`. With
-    top-p, top-k or min-p, the engine samples from a part of the vocabulary. Then its raw
-    log-probabilities are compared, which are over the whole vocabulary at temperature 1. Returns
-    {} if `temperature` is then not 1, or an engine sends no raw log-probabilities.
+    The training model's log-probabilities are over the whole vocabulary at the temperature of
+    `sampling`. With top-p, top-k or min-p, the engine samples from a part of the vocabulary. Then
+    its raw log-probabilities are compared, which are over the whole vocabulary at temperature 1.
+    Returns {} if the temperature is then not 1, or an engine sends no raw log-probabilities.
 
     The values of `old_logprobs` at padding and context may be anything.
     """
-    differs = top_p < 1 or top_k > 0 or min_p > 0
-    if differs and temperature != 1:
+    differs = sampling.is_truncated
+    if differs and sampling.temperature != 1:
         return {}
     theirs = [r.rollout_raw_logprobs if differs else r.rollout_logprobs for r in rollouts]
     if any(logprobs is None for logprobs in theirs):
