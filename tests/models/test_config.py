@@ -62,6 +62,15 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type):
     assert config.tie_embeddings == theirs.tie_word_embeddings
 
 
+def test_the_first_gemmas_name_of_its_activation_is_read():
+    configs = [
+        models.config_from_hf(hf_config("gemma", **fields))
+        for fields in ({}, {"hidden_act": "gelu"}, {"hidden_act": None})
+    ]
+    assert configs[0] == configs[1] == configs[2]
+    assert models.config_to_hf(configs[1])["hidden_act"] == "gelu_pytorch_tanh"
+
+
 def test_gemmas_older_fields_mean_the_same():
     """The config of the 1B model on the hub has these older fields."""
     older = hf_config(
