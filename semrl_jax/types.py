@@ -205,8 +205,9 @@ class Rollout:
         given. The policy attends to context, but context has no log-probability, no row in a
         metric, no advantage and no loss, and no length or mean over tokens counts it. At least
         one token is True, unless the response was aborted.
-      conversations: int32, the conversation of each token, of an episode with several: a token
-        attends to earlier ones of its own. The prompt begins number 0. None: there is one.
+      conversations: int32, the number of the conversation of each token, if an episode has several.
+        A token attends to earlier tokens of its own conversation. The prompt starts number 0. None:
+        there is one conversation.
       turn_rewards: float32, of each turn of the policy, which is a run of True in `response_mask`;
         None without an environment.
       turn_effective_rank, turn_effective_rank_velocity, turn_effective_rank_acceleration: float32,

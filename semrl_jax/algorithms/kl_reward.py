@@ -2,7 +2,7 @@
 
 An algorithm with such a reward extends `KLReward` with its `Options`, and takes `first_state` and
 `next_state` from here. One that compares the rewards of responses has `less_kl` around its
-`advantages`: the reward of a response, or of a turn, is less the sum over its tokens.
+`advantages`: the sum of the KL over its tokens is subtracted from the reward of a response or turn.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def token_rewards(
 
 
 def less_kl(advantages: Callable[..., Array]) -> Callable[..., Float[Array, "B T"]]:
-    """Makes `advantages` of rewards take those less coefficient * KL."""
+    """Subtracts coefficient * KL from the rewards that `advantages` gets."""
 
     @functools.wraps(advantages)
     def found(

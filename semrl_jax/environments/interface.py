@@ -47,8 +47,8 @@ class Turn(NamedTuple):
     # Whether the policy's next message is trained on. If not, the policy plays an opponent: the
     # message is context, and its reward goes to the last message that is trained on.
     is_own: bool = True
-    # The conversation that the messages continue; the prompt begins number 0. A new number begins
-    # another one: its messages are all of it so far. The policy sees one conversation at a time.
+    # The conversation that the messages continue. The prompt starts number 0, and a new number
+    # starts another one with these messages. The policy sees one conversation at a time.
     conversation: int = 0
 
 
