@@ -184,6 +184,7 @@ def test_processes_that_share_no_disk_continue_from_the_bucket(bucket, tmp_path)
     assert not [path for path in left if "checkpoints" in path.parts]  # they are with process 0
 
 
+@pytest.mark.soak
 def test_a_store_that_is_lost_does_not_end_the_run(server, bucket, tmp_path):
     def train(url):
         return start(

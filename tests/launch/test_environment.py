@@ -48,10 +48,8 @@ def lines(*files):
     return sum(file.read_text().strip().count("\n") + 1 for file in files)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [(), pytest.param(AHEAD, marks=pytest.mark.soak)], ids=["now", "ahead"]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("more", [(), AHEAD], ids=["now", "ahead"])
 def test_a_run_that_is_killed_plays_the_episodes_again(flags, more, tmp_path):
     """The same rows, tokens and weights, and no process of an environment is left."""
     flags, mark = (*flags, *more), "environments"

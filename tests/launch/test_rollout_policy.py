@@ -78,7 +78,7 @@ def flooded(port, num_threads):
             thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_trainer_gets_the_same_rows_during_a_flood(tmp_path):
     for name, num_threads in (("alone", 0), ("flooded", 4)):
         port = free_port()
