@@ -39,6 +39,8 @@ KL_ESTIMATES = """
 `--config.algorithms.loss.kl_estimator` names the KL of a token, x = logprobs - ref_logprobs: `kl` x
 (k1), `abs` |x|, `mse` x^2 / 2 (k2), `low_var_kl` exp(-x) + x - 1, at most 10 (k3), `low_var_kl+`
 the value of k3 with the gradient of k2. Source: Schulman, "Approximating KL divergence", 2020.
+`exact` needs no sampled token: sum over the vocabulary of p log (p / q), with its gradient. The
+logits of both models are computed in tiles and never stored, so nothing is cut to the top k.
 """
 CORRECTIONS = """## Corrections against the rollout engine
 
@@ -70,6 +72,27 @@ sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must th
 `algorithms.advantage.kl_target` the coefficient is multiplied after each step by
 1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), and logged as
 `algorithm/kl_coefficient`.
+
+## Distillation
+
+`model.reference_path` names another model as the reference: a teacher with the policy's tokenizer,
+of any family and size. `distillation` needs no rewards:
+
+```
+--config.model.path=STUDENT --config.model.reference_path=TEACHER \\
+--config.algorithms.name=distillation --config.shaping.target=none
+```
+
+Over the whole vocabulary instead of the sampled token, with a lower variance of the gradient:
+
+```
+--config.algorithms.advantage.teacher_weight=0 \\
+--config.algorithms.loss.kl_estimator=exact --config.algorithms.loss.kl_coefficient=1
+```
+
+Every algorithm can have the second as its KL, in addition to its rewards. The logits of the teacher
+are divided by `rollout.temperature` too. If its vocabulary is larger, the exact KL leaves out the
+tokens that the policy lacks.
 
 ## Batch rules
 

@@ -12,7 +12,7 @@ An algorithm is a module with these names:
 - `loss(logprobs, entropy, *, old_logprobs, ref_logprobs, advantages, weights, options)`: the share
   of a micro-batch in the loss of its mini-batch, and scalars to be summed like it, `policy/loss`
   among them. Arrays that the algorithm does not need are None. With `Needs.sequence_ids` there is
-  one more argument, `sequence_ids`; see `sum_over_sequences`.
+  one more argument, `sequence_ids`; see `sum_over_sequences`. With `Needs.exact_kl`, `kl`.
 
 With `Needs.values`, which trains a critic, two more:
 
@@ -68,6 +68,9 @@ class Needs(NamedTuple):
     old_logprobs: bool = False
     reference: bool = False
     sequence_ids: bool = False
+    # KL(policy || reference) of each token over the whole vocabulary, for the loss, with gradient;
+    # the update computes it in place of `ref_logprobs`.
+    exact_kl: bool = False
     values: bool = False  # a critic's, of each token; it is trained together with the policy
     state: bool = False  # something that is kept from step to step
     # The log-probabilities in `Passes`, for the advantages, returns or state. They cost a pass
@@ -268,12 +271,14 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
     check("token_weights", found, *size)
     tokens = {
         "old_logprobs": of(2, 7) if needs.old_logprobs else None,
-        "ref_logprobs": of(2, 7) if needs.reference else None,
+        "ref_logprobs": of(2, 7) if needs.reference and not needs.exact_kl else None,
         "advantages": of(2, 7),
         "weights": of(2, 7),
     }
     if needs.sequence_ids:
         tokens["sequence_ids"] = of(2, 7, dtype=jnp.int32)
+    if needs.exact_kl:
+        tokens["kl"] = of(2, 7)
     found = {"loss": ((of(2, 7), of(2, 7)), tokens, "policy/loss")}
     if needs.values:
         targets = {name: of(2, 7) for name in ("old_values", "returns", "weights")}

@@ -100,6 +100,7 @@ def policy_loss(
     advantages: Float[Array, "B T"],
     weights: Float[Array, "B T"],
     sequence_ids: Int[Array, "B T"] | None = None,
+    kl: Float[Array, "B T"] | None = None,
     surrogate: str = "clip",
     bounds: Bounds = DEFAULT_BOUNDS,
     kl_coefficient: float | int | Float[Array, ""] = 0.001,
@@ -115,6 +116,7 @@ def policy_loss(
       entropy: nats of the whole distribution at each token, with gradient (`token_entropy`).
       old_logprobs: nats at the start of the update; may be None if the surrogate has no ratio.
       ref_logprobs: under the reference; may be None if kl_coefficient is 0: no KL is computed.
+      kl: from the reference in nats, with gradient, in place of an estimate; None: `kl_estimator`.
       advantages: of any sign, shaped or not; no gradient flows into them.
       weights: float32 from `token_weights` of the whole mini-batch. Tokens of weight 0 may hold
         anything in the other arrays.
@@ -125,7 +127,7 @@ def policy_loss(
       Float32 loss, and scalars to be summed over micro-batches like it: `policy/loss`,
       `policy/pg_loss`, `policy/clip_fraction` (share of tokens, by weight, whose term a bound
       changed), `policy/entropy`, with old_logprobs `policy/approx_kl` (of old_logprobs - logprobs)
-      and, with ref_logprobs, `policy/kl`; in nats, without gradient.
+      and, with a KL, `policy/kl`; in nats, without gradient.
 
     Raises ValueError for an unknown surrogate or estimator, or if an array that is needed is None.
     """
@@ -135,8 +137,9 @@ def policy_loss(
         )
     chosen = SURROGATES[surrogate]
     without_kl = isinstance(kl_coefficient, float | int) and kl_coefficient == 0
+    estimates = kl is None and not without_kl
     for name, array, reason in (
-        ("ref_logprobs", ref_logprobs, f"kl_coefficient={kl_coefficient}" * (not without_kl)),
+        ("ref_logprobs", ref_logprobs, f"kl_coefficient={kl_coefficient}" * estimates),
         ("old_logprobs", old_logprobs, f"surrogate={surrogate!r}" * chosen.old_logprobs),
         ("sequence_ids", sequence_ids, f"surrogate={surrogate!r}" * chosen.sequence_ids),
     ):
@@ -154,11 +157,13 @@ def policy_loss(
     pg_loss, mean_entropy = weighted_sum(terms, weights), weighted_sum(entropy, weights)
     loss = pg_loss - entropy_coefficient * mean_entropy
     report = {}
-    if ref_logprobs is not None:
+    if kl is None and ref_logprobs is not None:
         reference = jax.lax.stop_gradient(counted(ref_logprobs))
-        kl = weighted_sum(kl_estimate(logprobs, reference, estimator=kl_estimator), weights)
-        loss = loss + kl_coefficient * kl
-        report["policy/kl"] = kl
+        kl = kl_estimate(logprobs, reference, estimator=kl_estimator)
+    if kl is not None:
+        mean_kl = weighted_sum(counted(kl), weights)
+        loss = loss + kl_coefficient * mean_kl
+        report["policy/kl"] = mean_kl
     if old_logprobs is not None:
         report["policy/approx_kl"] = weighted_sum(old_logprobs - logprobs, weights)
     report |= {

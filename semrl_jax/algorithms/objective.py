@@ -14,7 +14,7 @@ from semrl_jax.algorithms import losses
 from semrl_jax.algorithms.algorithm import Needs, check_options
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds
 from semrl_jax.algorithms.turn_credit import TurnCredit
-from semrl_jax.support.choices import KL_ESTIMATORS
+from semrl_jax.support.choices import OBJECTIVE_KL
 from semrl_jax.support.fields import setting
 
 
@@ -29,8 +29,9 @@ class Objective(Bounds, losses.Aggregation, TurnCredit):
     entropy_coefficient: float = setting(0.001, "weight of the entropy bonus", at_least=0)
     kl_estimator: str = setting(
         "low_var_kl",
-        "Estimator of the KL: kl, abs, mse, low_var_kl or low_var_kl+",
-        choices=KL_ESTIMATORS,
+        "Estimator of the KL from the sampled token: kl, abs, mse, low_var_kl or low_var_kl+; "
+        "exact: the KL itself, over the vocabulary",
+        choices=OBJECTIVE_KL,
     )
 
     def __post_init__(self):
@@ -58,6 +59,7 @@ class Objective(Bounds, losses.Aggregation, TurnCredit):
         return Needs(
             old_logprobs=chosen.old_logprobs,
             reference=self.kl_coefficient != 0,
+            exact_kl=self.kl_coefficient != 0 and self.kl_estimator == "exact",
             sequence_ids=chosen.sequence_ids,
             turn_rewards=self.credit == "turn",
         )

@@ -102,6 +102,26 @@ def find_lora(
     return lora, adapter
 
 
+class ReferenceFiles(NamedTuple):
+    """A checked directory of `model.reference_path`."""
+
+    model: models.Policy  # its architecture, on the mesh
+    directory: pathlib.Path  # where its weights are
+
+
+def find_reference(
+    config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any, mesh: Mesh
+) -> ReferenceFiles | None:
+    """The reference of `model.reference_path`; None: the weights that training starts from.
+
+    UserError as `find_value_model`.
+    """
+    if not (path := config.model.reference_path):
+        return None
+    directory, architecture = _beside("model.reference_path", path, config, policy, tokenizer, mesh)
+    return ReferenceFiles(dataclasses.replace(policy, config=architecture, mesh=mesh), directory)
+
+
 class ModelFiles(NamedTuple):
     """A checked directory of a critic or reward model."""
 
@@ -123,13 +143,29 @@ def find_value_model(
     UserError if it is no language model or classifier with one label that this library supports,
     has another tokenizer than the policy, or does not fit the lengths of the run or the mesh.
     """
+    directory, architecture = _beside(field, path, config, policy, tokenizer, mesh)
+    model = models.ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
+    try:
+        head = models.read_head(directory, model)
+    except UserError as error:
+        raise UserError(f"{field}={path!r}: {error}") from None
+    return ModelFiles(model, directory, bool(head))
+
+
+def _beside(
+    field: str,
+    path: str,
+    config: ml_collections.ConfigDict,
+    policy: models.Policy,
+    tokenizer: Any,
+    mesh: Mesh,
+) -> tuple[pathlib.Path, models.DecoderConfig]:
+    """The directory and architecture of another model that reads the policy's responses."""
     place = f"{field}={path!r}"
     try:
         directory = models.find_directory(path)
         architecture = models.load_config(directory)
         models.check_mesh(architecture, mesh)
-        model = models.ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
-        head = models.read_head(directory, model)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
     data.check_same_tokens(field, directory, tokenizer)
@@ -144,7 +180,7 @@ def find_value_model(
             f"{place} has a context of {architecture.max_position_embeddings} tokens, less than "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}."
         )
-    return ModelFiles(model, directory, bool(head))
+    return directory, architecture
 
 
 def value_params(

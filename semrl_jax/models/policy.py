@@ -26,7 +26,7 @@ from semrl_jax.models.sharding import (
     parameter_shardings,
     platform_of,
 )
-from semrl_jax.models.token_logprobs import Tiles
+from semrl_jax.models.token_logprobs import Other, Tiles
 from semrl_jax.models.token_logprobs import token_logprobs as tiled_logprobs
 
 # The attention of one query to one key takes as long as this many multiplications for each element
@@ -125,7 +125,8 @@ class Policy:
         *,
         temperature: float = 1.0,
         max_logits: int | None = None,
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        other: tuple[Policy, Params, Float[Array, "B T E"]] | None = None,
+    ) -> tuple[Float[Array, "B T"], ...]:
         """Log-probability of each token and entropy of its distribution; float32 nats.
 
         Computes the logits in tiles, forward and again in the backward pass, so that [B, T, V]
@@ -137,48 +138,68 @@ class Policy:
           token_ids: int32.
           temperature: divides the logits, > 0; the rollout temperature (METHOD: both algorithms).
           max_logits: float32 logits that a device holds at once; None: `logits_at_once`.
+          other: another policy with at least as many tokens, its parameters and its states. The
+            third result is then KL(own || other), its distribution restricted to own tokens.
         """
-        matrix, vocabulary_axis = self._bind(params).output_weights()
-        mesh = self._split
-        tiles = Tiles(
-            vocabulary_axis=vocabulary_axis,
-            temperature=temperature,
-            softcap=self.config.final_logit_softcap,
-            max_logits=max_logits or logits_at_once(self._platform),
-            axis=None if mesh is None else "tensor",
-        )
+        mesh, given = self._split, [(self, params, states), *([other] if other else [])]
+        matrices, tiles = [], []
+        for policy, own, _ in given:
+            matrix, vocabulary_axis = policy._bind(own).output_weights()
+            if policy.config.vocab_size > self.config.vocab_size:
+                size = self.config.vocab_size
+                matrix = jax.lax.slice_in_dim(matrix, 0, size, axis=vocabulary_axis)
+            matrices.append(matrix)
+            tiles.append(
+                Tiles(
+                    vocabulary_axis=vocabulary_axis,
+                    temperature=temperature,
+                    softcap=policy.config.final_logit_softcap,
+                    max_logits=max_logits or logits_at_once(self._platform),
+                    axis=None if mesh is None else "tensor",
+                )
+            )
 
-        def of_tokens(states, token_ids, matrix):
+        def of_tokens(token_ids, *pairs):
             flat = token_ids.reshape(-1)
-            found = tiled_logprobs(states.reshape(len(flat), -1), flat, matrix, tiles)
+            (own, matrix), *rest = [(x.reshape(len(flat), -1), matrix) for x, matrix in pairs]
+            compared = (Other(*rest[0]), tiles[1]) if rest else ()
+            found = tiled_logprobs(own, flat, matrix, tiles[0], *compared)
             return tuple(x.reshape(token_ids.shape) for x in found)
 
+        pairs = list(zip((states for *_, states in given), matrices, strict=True))
         if mesh is None:
-            return of_tokens(states, token_ids, matrix)
+            return of_tokens(token_ids, *pairs)
 
-        def of_shard(states, token_ids, matrix):
+        def of_shard(token_ids, *pairs):
+            return of_tokens(token_ids, *map(gathered, pairs, tiles))
+
+        def gathered(pair, tiles):
+            states, matrix = pair
             # Outside the loop over tiles, so that the sums in the gradient are outside too. `pcast`
             # is before the gather: the gradient is scattered first, and then a part is summed.
             matrix = jax.lax.pcast(matrix, ("replica", "sequence", "expert"), to="varying")
             # The parts are gathered next to each other and then joined: see `gather_kernel`.
-            axis, own = 1 - vocabulary_axis, matrix
+            axis, own = 1 - tiles.vocabulary_axis, matrix
             parts = jax.lax.all_gather(own, "fsdp", axis=0)  # [fsdp, _, _]
             shape = [-1 if i == axis else size for i, size in enumerate(own.shape)]
             matrix = jnp.moveaxis(parts, 0, axis).reshape(shape)
-            states = jax.lax.pcast(states, "tensor", to="varying")
-            return of_tokens(states, token_ids, matrix)
+            return jax.lax.pcast(states, "tensor", to="varying"), matrix
 
         rows, columns = token_ids.shape
-        logprobs, entropies = jax.shard_map(
+        of_pairs = [
+            (
+                ACTIVATION_SPECS["states"],
+                PartitionSpec(*("fsdp", "tensor")[:: 1 if each.vocabulary_axis else -1]),
+            )
+            for each in tiles
+        ]
+        found = jax.shard_map(
             of_shard,
             mesh=mesh,
-            in_specs=(
-                ACTIVATION_SPECS["states"], ACTIVATION_SPECS["tokens"],
-                PartitionSpec(*("fsdp", "tensor")[:: 1 if vocabulary_axis else -1]),
-            ),
+            in_specs=(ACTIVATION_SPECS["tokens"], *of_pairs),
             out_specs=ACTIVATION_SPECS["tokens"],
-        )(self._padded(states), self._padded(token_ids), matrix)  # fmt: skip
-        return logprobs[:rows, :columns], entropies[:rows, :columns]
+        )(self._padded(token_ids), *((self._padded(x), matrix) for x, matrix in pairs))  # fmt: skip
+        return tuple(x[:rows, :columns] for x in found)
 
     def _padded(self, x: Shaped[Array, "B S *dims"]) -> Shaped[Array, "_ _ *dims"]:
         """With an equal number of rows and columns per device."""

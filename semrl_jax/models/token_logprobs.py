@@ -42,6 +42,13 @@ class Tiles:
         return rows, -(-num_columns // column_blocks)
 
 
+class Other(NamedTuple):
+    """Another distribution over the same tokens: of another model, or of other parameters."""
+
+    states: Float[Array, "N E"]
+    matrix: Float[Array, "_ _"]  # as many tokens as the first
+
+
 class _Columns(NamedTuple):
     """The columns of one tile; the last begins among those before, `num_seen`, not counted."""
 
@@ -56,73 +63,110 @@ class _Columns(NamedTuple):
         return jnp.clip(index, 0, self.size - 1), inside
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 5))
 def token_logprobs(
     states: Float[Array, "N D"],
     token_ids: Int[Array, " N"],
     matrix: Float[Array, "_ _"],
     tiles: Tiles,
-) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
+    other: Other | None = None,
+    other_tiles: Tiles | None = None,
+) -> tuple[Float[Array, " N"], ...]:
     """Log-probability of each token and entropy of its distribution; float32 nats.
 
     States and matrix, perhaps a slice of the vocabulary, are in the compute dtype; row n is the
-    state whose logits produced token n. Token ids are int32, in the whole vocabulary.
+    state whose logits produced token n. Token ids are int32, in the whole vocabulary. With `other`,
+    a third value: KL(own || other) of the distributions, without a gradient for `other`;
+    `other_tiles` has its axis of the vocabulary and its cap of the logits.
     """
-    return _forward(states, token_ids, matrix, tiles)[0]
+    return _forward(states, token_ids, matrix, tiles, other, other_tiles)[0]
 
 
-def _forward(states, token_ids, matrix, tiles):
+def _forward(states, token_ids, matrix, tiles, other, other_tiles):
     ids = _own_ids(token_ids, matrix, tiles)
 
     def of_rows(block):
-        states, ids = block
+        states, ids, *other_states = block
 
         def add(sums, columns):
-            peak, total, weighted, chosen = sums
+            peak, total, weighted, chosen, *of_other = sums
             logits = _logits(states, matrix, columns, tiles)
             new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
             scale = jnp.exp(peak - new_peak)
             weights = jnp.exp(logits - new_peak[:, None])
             index, inside = columns.index_of(ids)
             here = jnp.take_along_axis(logits, index[:, None], axis=1)[:, 0]
+            if of_other:
+                other_peak, other_total, cross = of_other
+                logits_of_other = _logits(*other_states, other.matrix, columns, other_tiles)
+                top = jnp.maximum(other_peak, jnp.max(logits_of_other, axis=1))
+                parts = jnp.sum(jnp.exp(logits_of_other - top[:, None]), axis=1)
+                of_other = (
+                    top,
+                    other_total * jnp.exp(other_peak - top) + parts,
+                    cross * scale + jnp.sum(weights * logits_of_other, axis=1),
+                )
             return (
                 new_peak,
                 total * scale + jnp.sum(weights, axis=1),
                 weighted * scale + jnp.sum(weights * logits, axis=1),
                 jnp.where(inside, here, chosen),
+                *of_other,
             )
 
-        zeros = _zeros(ids.shape, states, matrix)
+        zeros = _zeros(ids.shape, states, matrix, *(other or ()))
         start = (zeros + UNSEEN, zeros, zeros, zeros)
+        start += (zeros + UNSEEN, zeros, zeros) if other else ()
         return _over_columns(add, start, len(ids), matrix, tiles)
 
-    sums = _over_rows(of_rows, (states, ids), matrix, tiles)
-    peak, total, weighted, chosen = sums
+    arrays = (states, ids, other.states) if other else (states, ids)
+    peak, total, weighted, chosen, *of_other = _over_rows(of_rows, arrays, matrix, tiles)
     if tiles.axis is not None:
         whole_peak = jax.lax.pmax(peak, tiles.axis)
         scale = jnp.exp(peak - whole_peak)
+        if other:
+            of_other[2] = jax.lax.psum(of_other[2] * scale, tiles.axis)
         total, weighted, chosen = jax.lax.psum(
             (total * scale, weighted * scale, chosen), tiles.axis
         )
         peak = whole_peak
     log_z = peak + jnp.log(total)
     entropies = log_z - weighted / total
-    return (chosen - log_z, entropies), (states, token_ids, matrix, log_z, entropies)
+    found, kept = (chosen - log_z, entropies), (states, token_ids, matrix, log_z, entropies)
+    if not other:
+        return found, (*kept, None)
+    top, other_total, cross = of_other
+    if tiles.axis is not None:
+        whole = jax.lax.pmax(top, tiles.axis)
+        other_total = jax.lax.psum(other_total * jnp.exp(top - whole), tiles.axis)
+        top = whole
+    other_log_z = top + jnp.log(other_total)
+    divergences = other_log_z - cross / total - entropies
+    return (*found, divergences), (*kept, (other, other_log_z, divergences))
 
 
-def _backward(tiles, kept, gradients):
-    """d log p_y / d z_i = [i = y] - p_i and d H / d z_i = -p_i (log p_i + H), for logits z."""
-    states, token_ids, matrix, log_z, entropies = kept
+def _backward(tiles, other_tiles, kept, gradients):
+    """d log p_y / d z_i = [i = y] - p_i and d H / d z_i = -p_i (log p_i + H), for logits z.
+
+    d KL / d z_i = p_i (log p_i - log q_i - KL), q of the other distribution.
+    """
+    states, token_ids, matrix, log_z, entropies, of_other = kept
+    other, *rest = of_other or (None,)
     ids = _own_ids(token_ids, matrix, tiles)
     contracted = 1 - tiles.vocabulary_axis
 
     def of_rows(of_matrix, block):
-        states, ids, log_z, entropies, of_logprobs, of_entropies = block
+        states, ids, log_z, entropies, of_logprobs, of_entropies, *more = block
 
         def add(sums, columns):
             of_states, of_matrix = sums
             log_p = _logits(states, matrix, columns, tiles) - log_z[:, None]
             of_p = of_logprobs[:, None] + of_entropies[:, None] * (log_p + entropies[:, None])
+            if other:
+                of_kl, other_states, other_log_z, kl = more
+                logits = _logits(other_states, other.matrix, columns, other_tiles)
+                log_q = logits - other_log_z[:, None]
+                of_p -= of_kl[:, None] * (log_p - log_q - kl[:, None])
             index, inside = columns.index_of(ids)
             is_token = (index[:, None] == jnp.arange(columns.size)[None]) & inside[:, None]
             of_logits = jnp.where(is_token, of_logprobs[:, None], 0.0) - jnp.exp(log_p) * of_p
@@ -145,12 +189,12 @@ def _backward(tiles, kept, gradients):
 
     of_matrix, of_states = _over_rows(
         of_rows,
-        (states, ids, log_z, entropies, *gradients),
+        (states, ids, log_z, entropies, *gradients, *((other.states, *rest) if other else ())),
         matrix,
         tiles,
         carry=_zeros(matrix.shape, states, matrix),
     )
-    return of_states.astype(states.dtype), None, of_matrix.astype(matrix.dtype)
+    return of_states.astype(states.dtype), None, of_matrix.astype(matrix.dtype), None
 
 
 token_logprobs.defvjp(_forward, _backward)

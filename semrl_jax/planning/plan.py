@@ -40,6 +40,11 @@ def check(
     validate(config)
     if not config.model.path:
         raise UserError("model.path is empty; set it, as --config.model.path=Qwen/Qwen2.5-7B.")
+    if config.model.reference_path:
+        raise UserError(
+            f"model.reference_path={config.model.reference_path!r}: launch.plan knows only a "
+            "reference that is the policy at the start; remove it to plan the rest."
+        )
     algorithm = load_algorithm(config.algorithms.to_dict())
     if algorithm.needs.values or config.rewards.model.path:
         what = "critic" if algorithm.needs.values else "reward model"

@@ -326,6 +326,8 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
             f"model.param_dtype={model.param_dtype!r} rounds what is trained, float32 adapters "
             "with lora.rank; set it to 'float32', and lora.base_dtype for the base."
         )
+    if model.reference_path:
+        return
     if "reference" in config.training.offload:
         raise UserError(
             "training.offload moves the reference, with lora.rank the base; remove 'reference'."

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.models.of_config import ModelFiles
+from semrl_jax.models.of_config import ModelFiles, ReferenceFiles
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.training.passes import PassPlan
 
@@ -20,6 +20,7 @@ class Inputs(NamedTuple):
     algorithm: Algorithm
     plan: PassPlan
     policy: models.Policy
+    reference: ReferenceFiles | None  # None: the weights that training starts from, or none at all
     critic: models.ValueModel | None
     critic_directory: pathlib.Path | None  # None: the policy's weights
     tokenizer: Any
@@ -36,12 +37,13 @@ class Inputs(NamedTuple):
     def hashes(self) -> dict[str, str]:
         """Hash by name of the input."""
         columns, files = data.columns_hash(self.prompts), self.reward_model
-        critic = self.critic_directory
+        critic, reference = self.critic_directory, self.reference
         return {
             # Only if a verifier takes the rows: columns that nothing reads may change.
             **({"columns of the data": columns} if columns else {}),
             # A sample is enough to tell two models apart, and reading all would take long.
             **({"reward model": models.weights_sample(files.directory)} if files else {}),
+            **({"reference": models.weights_sample(reference.directory)} if reference else {}),
             **({"critic": models.weights_sample(critic)} if critic else {}),
             **({"adapter": models.peft.adapter_hash(self.adapter)} if self.adapter else {}),
             "special tokens before a prompt": " ".join(map(str, self.prefix)),

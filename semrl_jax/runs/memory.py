@@ -120,12 +120,14 @@ def _kept(
     if copies := num_earlier(config.rollout):
         dtype = weight_dtype(config) if inputs.lora is None else "float32"
         parts[EARLIER] = copies * width(dtype) * num_trained
-    if inputs.lora is not None:  # the base is the reference
+    if inputs.lora is not None:
         parts[BASE] = frozen(inputs.policy.config, base_dtype)
         if inputs.critic is not None and inputs.critic_directory is not None:
             parts["base of the critic"] = frozen(inputs.critic.config, base_dtype)
-    elif inputs.plan.reference != NONE and "reference" not in away:
-        parts[REFERENCE] = frozen(inputs.policy.config, config.model.reference_dtype)
+    has_reference = inputs.plan.reference != NONE and "reference" not in away
+    if has_reference and (inputs.lora is None or inputs.reference is not None):
+        model = inputs.policy if inputs.reference is None else inputs.reference.model
+        parts[REFERENCE] = frozen(model.config, config.model.reference_dtype)
     if inputs.reward_model is not None:
         model = inputs.reward_model.model.config
         parts["reward model"] = frozen(model, config.rewards.model.dtype)

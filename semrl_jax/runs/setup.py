@@ -38,6 +38,7 @@ from semrl_jax.models.of_config import (
     build_policy,
     end_token_ids,
     find_lora,
+    find_reference,
     find_value_model,
     starting_params,
     value_params,
@@ -71,7 +72,7 @@ from semrl_jax.support.safe_files import read_json_object, write_json
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
 from semrl_jax.training.offload import check_offload, to_host
-from semrl_jax.training.passes import NONE, PassPlan
+from semrl_jax.training.passes import NONE, UPDATE, PassPlan
 from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
 from semrl_jax.training.train_state import TrainState
@@ -112,7 +113,9 @@ class OpenRun:
         critic = None
         if self.critic_start is not None:
             critic = value_params(self.critic_start, learner.critic.model, learner.mesh)
-        if learner.reference is not None and self.run.config.model.reference_dtype == "float32":
+        model = self.run.config.model
+        starts_there = learner.reference is not None and not model.reference_path
+        if starts_there and model.reference_dtype == "float32":
             return learner.first_state(None, critic)
         params = starting_params(self.start, learner.policy, learner.mesh)
         return learner.first_state(params, critic)
@@ -163,10 +166,26 @@ def check_inputs(
             f"metrics.drift_every={config.metrics.drift_every} needs a reference, which algorithms."
             f"name={config.algorithms.name!r} has with algorithms.loss.kl_coefficient above 0."
         )
+    if config.metrics.drift_every and (path := config.model.reference_path):
+        raise UserError(
+            f"metrics.drift_every={config.metrics.drift_every} measures how far the states have "
+            f"moved since the start, but model.reference_path={path!r} is another model; set 0."
+        )
+    if plan.reference == NONE and (path := config.model.reference_path):
+        raise UserError(
+            f"model.reference_path={path!r} is not read: algorithms.name="
+            f"{config.algorithms.name!r} with these settings has no reference; remove it, or set "
+            "algorithms.loss.kl_coefficient above 0."
+        )
     if "reference" in config.training.offload and plan.reference == NONE:
         raise UserError(
             f"training.offload={tuple(config.training.offload)}: algorithms.name="
             f"{config.algorithms.name!r} with these settings has no reference; remove 'reference'."
+        )
+    if algorithm.needs.exact_kl and plan.reference != UPDATE:
+        raise UserError(
+            "algorithms.loss.kl_estimator='exact' compares policy and reference in the update, "
+            "which has the reference only without training.offload='reference'; remove one."
         )
     check_memory(config, policy.config)
     if is_embedded(config):
@@ -204,6 +223,7 @@ def check_inputs(
         algorithm=algorithm,
         plan=plan,
         policy=policy,
+        reference=find_reference(config, policy, tokenizer, mesh),
         critic=critic,
         critic_directory=critic_directory,
         tokenizer=tokenizer,
@@ -288,15 +308,20 @@ def open_run(
             directory = workdir.path / "warm_start"
             return starting_directory(config, policy, tokenizer, directory, reporter)
 
-        def load() -> tuple[pathlib.Path, models.Params | None]:
-            start = find_start()
-            if inputs.lora is not None:  # the base, which is the reference too
-                return start, starting_params(start, policy, mesh, config.lora.base_dtype)
+        def load() -> tuple[pathlib.Path, models.Params | None, models.Params | None]:
+            """Where training starts, the base of adapters, and the reference."""
+            start, other, base = find_start(), inputs.reference, None
+            if inputs.lora is not None:
+                base = starting_params(start, policy, mesh, config.lora.base_dtype)
+                if other is None:
+                    return start, base, base
             if inputs.plan.reference == NONE:
                 models.check_params(start, policy.config)  # the first state will load them
-                return start, None
-            params = starting_params(start, policy, mesh, config.model.reference_dtype)
-            return start, to_host(params) if "reference" in config.training.offload else params
+                return start, base, None
+            directory, model = (start, policy) if other is None else (other.directory, other.model)
+            params = starting_params(directory, model, mesh, config.model.reference_dtype)
+            away = "reference" in config.training.offload
+            return start, base, to_host(params) if away else params
 
         measurer = None
         if config.hidden_states.source != "none":
@@ -308,10 +333,10 @@ def open_run(
                 measurer.prepare(policy.config.hidden_size, dtype, num_responses)
         client = agreed("connect", connect)
         agreed("warm_start", lambda: find_start() if peers.index == 0 else None)
-        start, reference = agreed("load", load)
-        lora, base, record = inputs.lora, None, None
+        start, base, reference = agreed("load", load)
+        lora, record = inputs.lora, None
         if lora is not None:
-            base = lora.base(reference)
+            base = lora.base(base)
             record = AdapterRecord.of(lora, config.model.path, start, config.lora.base_dtype)
 
         def load_reward_model() -> RewardModel | None:
@@ -347,6 +372,7 @@ def open_run(
             critic=critic,
             mesh=mesh,
             reference=reference,
+            reference_policy=None if inputs.reference is None else inputs.reference.model,
             optimizer=optimizer_of(config, "training"),
             pad_token_id=tokenizer.pad_token_id,
             peers=peers,

@@ -30,6 +30,11 @@ class Model:
         " optimiser (docs/memory.md)",
         choices=DTYPES,
     )
+    reference_path: str = setting(
+        "",
+        "Hugging Face directory or hub id of the reference, such as a teacher with the same "
+        "tokenizer; empty: the weights that training starts from",
+    )
     reference_dtype: str = setting(
         "float32",
         "Dtype of the reference: float32, or bfloat16, which takes half the memory",

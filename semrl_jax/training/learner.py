@@ -80,15 +80,18 @@ class Learner:
     critic: Critic | None = None  # None if the algorithm has none
     lora: models.Lora | None = None  # None: all parameters are trained
     base: models.Base | None = None  # of the adapters, which are then `state.params`
+    reference_policy: models.Policy | None = None  # architecture of the reference; None: its own
 
     @functools.cached_property
     def trainees(self) -> tuple[Trainee, ...]:
         """The models that an update trains, in this order."""
         config, plan, critic = self.config, self.plan, self.critic
         importance = plan.importance if plan.corrects == UPDATE else ()
-        loss = PolicyLoss(self.policy, config.rollout.temperature, self.algorithm, importance)
+        other, temperature = self.reference_policy, config.rollout.temperature
+        loss = PolicyLoss(self.policy, temperature, self.algorithm, importance, other)
         # With adapters, the base is the reference: it is one argument of the program, not two.
-        takes_reference = plan.reference == UPDATE and self.base is None
+        is_base = self.base is not None and other is None
+        takes_reference = plan.reference == UPDATE and not is_base
         frozen = Frozen(self.base, self.reference if takes_reference else None)
         policy = Trainee(POLICY, self.optimizer, loss, frozen, plan.warmup_steps)
         if critic is None:
@@ -146,7 +149,8 @@ class Learner:
                 old = self.logprobs(self.whole(state.params), batch, **also)
         if plan.reference == PASS:
             with clock("ref_logprobs"):
-                reference = self.logprobs(fetched(self.reference), batch).logprobs
+                params, policy = fetched(self.reference), self.reference_policy
+                reference = self.logprobs(params, batch, policy=policy or self.policy).logprobs
         if plan.values:
             with clock("values"):
                 values = self.values(state.critic.params, batch)
@@ -160,12 +164,12 @@ class Learner:
     def _rows(self) -> RowPlan:
         return row_plan(self.mesh, self.config.training)
 
-    def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
+    def logprobs(self, params: models.Params, batch: RolloutBatch, **also: Any) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
-        settings = {"policy": self.policy, "temperature": self.config.rollout.temperature}
+        settings = {"policy": self.policy, "temperature": self.config.rollout.temperature} | also
         with self.peers.phase("logprobs"), self.device_lock:
             # A replica in this process must not begin a program before this one has ended.
-            found = batch_logprobs(params, batch, plan=self._rows, **settings, **with_also)
+            found = batch_logprobs(params, batch, plan=self._rows, **settings)
             return jax.block_until_ready(found)
 
     def values(self, params: models.Params, batch: RolloutBatch) -> Float[Array, "B T"]:

@@ -50,6 +50,7 @@ class RowPass(NamedTuple):
     logprobs: Float[Array, "*M R U"]
     entropies: Float[Array, "*M R U"] | None
     states: Float[Array, "*M R U D"] | None
+    divergences: Float[Array, "*M R U"] | None = None  # from the reference
 
 
 class SlotValues(NamedTuple):
@@ -119,11 +120,21 @@ def response_states(
     return model.states_at(states, rows.sources)
 
 
-def _response_pass(params: Params, rows: TokenRows, policy: Policy, temperature: float) -> RowPass:
-    """All values of one micro-batch."""
-    states = response_states(params, rows, policy)
-    found = policy.token_logprobs(params, states, rows.response_ids, temperature=temperature)
-    return RowPass(*found, states)
+def _response_pass(
+    params: Params,
+    rows: TokenRows,
+    policy: Policy,
+    temperature: float,
+    reference: tuple[Policy, Params] | None = None,
+) -> RowPass:
+    """All values of one micro-batch; with a reference, the KL from it, over the vocabulary."""
+    states, other = response_states(params, rows, policy), None
+    if reference is not None:
+        other = *reference, response_states(reference[1], rows, reference[0])
+    logprobs, entropies, *divergences = policy.token_logprobs(
+        params, states, rows.response_ids, temperature=temperature, other=other
+    )
+    return RowPass(logprobs, entropies, states, *divergences)
 
 
 @compiled_once
@@ -166,6 +177,7 @@ class PolicyLoss:
     # Options of `importance_weights`, of a level by token, to multiply the advantages by these
     # weights here, from this step's own forward pass. Empty: they are what they are.
     importance: Options = ()
+    reference: Policy | None = None  # architecture of the reference; None: the policy's
 
     def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
         rows = batch.rows
@@ -185,16 +197,23 @@ class PolicyLoss:
         self, params: Params, frozen: Frozen, micro: tuple[TokenRows, SlotValues]
     ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, "R U"]]]:
         needs, (rows, values) = self.algorithm.needs, micro
-        of_responses = functools.partial(
-            _response_pass, rows=rows, policy=self.model, temperature=self.temperature
+        of_responses = functools.partial(_response_pass, rows=rows, temperature=self.temperature)
+        reference = None
+        if needs.reference and values.ref_logprobs is None:
+            own = frozen.base.params if frozen.reference is None else frozen.reference
+            reference = self.reference or self.model, own
+        found = of_responses(
+            adapted(params, frozen.base),
+            policy=self.model,
+            reference=reference if needs.exact_kl else None,
         )
-        logprobs, entropy, _ = of_responses(adapted(params, frozen.base))
+        logprobs, entropy = found.logprobs, found.entropies
         before = jax.lax.stop_gradient(logprobs)
         if needs.old_logprobs and values.old_logprobs is None:
             values = values._replace(old_logprobs=before)
-        if needs.reference and values.ref_logprobs is None:
-            reference = frozen.reference if frozen.base is None else frozen.base.params
-            values = values._replace(ref_logprobs=of_responses(reference).logprobs)
+        if reference is not None and not needs.exact_kl:
+            policy, params = reference
+            values = values._replace(ref_logprobs=of_responses(params, policy=policy).logprobs)
         given = values._asdict()
         rollout_logprobs = given.pop("rollout_logprobs")
         if self.importance:  # padding has advantage 0, so its weight has no effect
@@ -203,6 +222,9 @@ class PolicyLoss:
                 before, rollout_logprobs, everywhere, **dict(self.importance)
             )
             given["advantages"] *= weights
-        ids = {"sequence_ids": rows.sequence_ids} if needs.sequence_ids else {}
-        loss, scalars = self.algorithm.loss(logprobs, entropy, **given, **ids)
+        if needs.sequence_ids:
+            given["sequence_ids"] = rows.sequence_ids
+        if needs.exact_kl:
+            given["kl"] = found.divergences
+        loss, scalars = self.algorithm.loss(logprobs, entropy, **given)
         return loss, (scalars, before)

@@ -110,7 +110,7 @@ def test_advantages_match_float64(expected, seed):
 
 
 def test_every_algorithm_has_an_oracle():
-    others = {"grpo", "ppo", "reinforce", "reinforce_plus_plus"}
+    others = {"distillation", "grpo", "ppo", "reinforce", "reinforce_plus_plus"}
     assert {f.__name__ for f in ORACLES} | others == set(NAMES)
 
 
@@ -250,6 +250,37 @@ def test_ppo_matches_loops(gamma, gae_lambda, seed):
     np.testing.assert_allclose(found, oracle.whiten(estimates, MASK), rtol=1e-4, atol=1e-5)
     found = part_of("returns", "ppo", kl_coefficient=0.0, **options)(rewards, passes, MASK)
     np.testing.assert_allclose(found, returns, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+@given(seed=seeds)
+def test_distillation_matches_loops(discount, seed):
+    rng = np.random.default_rng(seed)
+    rewards = rng.choice([0.0, 0.5, 1.0], size=(2, 4)).astype(np.float32)
+    old, ref = rng.normal(size=(2, *MASK.shape)).astype(np.float32)
+    expected = np.zeros(MASK.shape)
+    for i, row in enumerate(MASK):
+        later = 0.0
+        for t in reversed(np.flatnonzero(row)):
+            later = float(ref[i, t]) - float(old[i, t]) + discount * later
+            expected[i, t] = 0.7 * later
+    dirty = Passes(*(np.where(MASK, x, np.float32(np.nan)) for x in (old, ref)))
+    options = {"teacher_weight": 0.7, "teacher_discount": discount}
+    found = advantages_of("distillation", **options)(rewards, passes=dirty)
+    # 1e-5: float32 sums over five tokens.
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    mixed = advantages_of("distillation", reward_weight=2.0, **options)(rewards, passes=dirty)
+    of_rewards = advantages_of("grpo")(rewards)
+    np.testing.assert_allclose(mixed, expected + 2.0 * of_rewards, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_counts_once():
+    options = {"kl_estimator": "exact", "kl_coefficient": 1.0}
+    needs = algorithm("distillation", teacher_weight=0.0, **options).needs
+    assert needs.exact_kl and needs.reference
+    assert not (needs.early_reference or needs.early_old_logprobs or needs.groups)
+    with pytest.raises(UserError, match=r"advantage.teacher_weight=1.0 must be 0 with kl_estim"):
+        algorithm("distillation", **options)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])

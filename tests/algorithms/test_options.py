@@ -19,7 +19,7 @@ TURNS = np.where(np.arange(5) == 1, 0.25, 0).astype(np.float32) * MASK
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
 OPD, GSPO = ({"loss.surrogate": name} for name in ("opmd", "gspo"))
 PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
-NOISY = {"name": "noisy_rewards"}
+NOISY, TEACHER = {"name": "noisy_rewards"}, {"name": "distillation"}
 PLUS = {"name": "reinforce_plus_plus", "loss.kl_coefficient": 0.0}
 PPO = {"name": "ppo", "loss.kl_coefficient": 0.0, "advantage.kl_reward_coefficient": 0.1}
 ADAPTIVE = PPO | {"advantage.kl_target": 0.1}
@@ -40,6 +40,9 @@ CHANGES = {
     "advantage.correction": ("forward", NOISY),
     "advantage.false_positive_rate": (0.2, NOISY),
     "advantage.false_negative_rate": (0.2, NOISY),
+    "advantage.teacher_weight": (0.5, TEACHER),
+    "advantage.teacher_discount": (0.5, TEACHER),
+    "advantage.reward_weight": (0.5, TEACHER),
     "advantage.baseline_shift": (0.3, {"name": "asymre"}),
     "advantage.group_baseline": (True, PLUS),
     "advantage.kl_reward_coefficient": (0.5, PLUS),

@@ -234,6 +234,7 @@ OF_OTHERS = set(get_config().algorithms.advantage) - {
 # Our fields, or beginnings of them, for which the launcher has no setting.
 OURS_ALONE = {
     "seed": "the launcher fixes none",
+    "model.reference_path": "the launcher's reference is the policy at the start",
     "metrics.layers": "the launcher measures the final layer",
     "data.reasoning_gym": "the launcher has none",
     **dict.fromkeys(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from semrl_jax.models.token_logprobs import Tiles, token_logprobs
+from semrl_jax.models.token_logprobs import Other, Tiles, token_logprobs
 from tests.cases import slow_after
 
 ROWS, WIDTH, VOCAB = 23, 16, 101
@@ -74,6 +74,55 @@ def test_values_and_gradients(name, vocabulary_axis):
 
             slope = (moved(1) - moved(-1)) / (2 * step)
             np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=1e-4, atol=1e-4)
+
+
+def divergence(states, matrix, other_states, other_matrix):
+    """KL(own || other) of each row, from the whole softmax."""
+    first, second = (
+        logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        for logits in (states @ matrix.T / TEMPERATURE, other_states @ other_matrix.T / TEMPERATURE)
+    )
+    return np.sum(np.exp(first) * (first - second), axis=1)
+
+
+@pytest.mark.parametrize("name", list(TILES))
+def test_divergence_from_another_model(name):
+    """One of another width, stored the other way, whose logits reach 40 where the own reach 15."""
+    states, ids, matrix, _ = inputs()
+    random = np.random.default_rng(2)
+    other = random.normal(size=(ROWS, 9)), 3 * random.normal(size=(VOCAB, 9))
+    weights = random.normal(size=ROWS)
+
+    def of(states, matrix, other_states, other_matrix):
+        compared = Other(other_states, other_matrix.T), tiles_of(name, 1)
+        return token_logprobs(states, jnp.asarray(ids), matrix, tiles_of(name, 0), *compared)
+
+    single = [jnp.asarray(x, jnp.float32) for x in (states, matrix, *other)]
+    *same, found = jax.jit(of)(*single)
+    for mine, right in zip(same, oracle(states, ids, matrix)):
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
+    # Sums of 101 float32 terms; a KL is a difference of numbers of up to 40.
+    np.testing.assert_allclose(found, divergence(states, matrix, *other), rtol=1e-5, atol=3e-5)
+    same_model = jax.jit(of)(*single[:2], single[0], single[1])[2]
+    np.testing.assert_allclose(same_model, 0, atol=3e-5)
+
+    gradients = jax.jit(jax.grad(lambda *a: jnp.sum(of(*a)[2] * jnp.float32(weights)), range(4)))(
+        *single
+    )
+    step = 1e-5
+    for index, gradient in enumerate(gradients):
+        if index > 1:  # the other model is not trained
+            assert not np.any(gradient)
+            continue
+        direction = random.normal(size=gradient.shape)
+
+        def moved(sign):
+            arrays = [states, matrix]
+            arrays[index] = arrays[index] + sign * step * direction  # noqa: B023
+            return np.sum(divergence(*arrays, *other) * weights)
+
+        slope = (moved(1) - moved(-1)) / (2 * step)
+        np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", list(TILES))

@@ -160,6 +160,32 @@ def test_a_critic_whose_updates_are_not_finite_ends_the_run(
     assert {"token_ids", "response_mask", "values", "advantages"} <= set(saved)
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["sampled", "exact"])
+def test_a_run_with_a_teacher(exact, config, tmp_path, rewarded):
+    """It has the policy's tokenizer, another size, and another vocabulary than is needed."""
+    policy, tokenizer = build_policy(config)
+    small = dataclasses.replace(policy.config, hidden_size=16, num_heads=2, head_dim=8)
+    teacher = models.Policy(small)
+    directory = tmp_path / "teacher"
+    models.save_directory(directory, teacher.init(jax.random.key(3)), small, tokenizer)
+    config.training.num_steps = 1
+    config.update_from_flattened_dict(
+        {
+            "algorithms.name": "distillation", "model.reference_path": str(directory),
+            "algorithms.loss.kl_coefficient": float(exact),
+            **({"algorithms.loss.kl_estimator": "exact"} if exact else {}),
+            "algorithms.advantage.teacher_weight": float(not exact),
+        }
+    )  # fmt: skip
+    assert train(config, str(tmp_path / "run")) == 0
+    row = read_rows(tmp_path / "run")[0]
+    assert row["policy/grad_norm"] > 0 and row["policy/update_skipped"] == 0
+    assert (row["advantage/min"] < 0) != exact and np.isfinite(row["policy/kl"])
+    config.model.reference_path = ""
+    with pytest.raises(UserError, match="reference_path"):
+        train(config, str(tmp_path / "run"))
+
+
 def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
     """With the policy's tokenizer, another size and a trained head."""
     policy, tokenizer = build_policy(config)

@@ -25,7 +25,8 @@ from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.policy_update import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
-from semrl_jax.training.trainee import update_rows
+from semrl_jax.training.train_state import Trained
+from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_rows
 from tests.cases import slow_after
 from tests.training.test_mesh import OPTIMIZER
 from tests.training.test_packing import batch_of, mesh_of
@@ -165,6 +166,61 @@ def oracle(policy, params, batch, values):
             found[aggregation] = jax.tree.map(np.add, found[aggregation], (loss, gradient))
             tokens.append([array[:, chosen] for array in of_tokens])
     return tokens, found
+
+
+def whole_kl(params, reference, batch, policy, other):
+    """The mean over the response tokens of KL(policy || other), from whole logits of sequences."""
+    total, count, prompts = 0.0, 0, LIMITS[0]
+    for row, mask in enumerate(batch.response_mask):
+        used = batch.segment_ids[row] == 1
+        ids = jnp.asarray(batch.token_ids[row][used])[None]
+        sources = np.flatnonzero(np.pad(mask, (prompts, 0))[used]) - 1
+        log_p, log_q = (
+            jax.nn.log_softmax(
+                model.logits(
+                    own,
+                    model.final_states(
+                        own, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)
+                    )[0, sources],
+                )[:, :VOCAB]
+                / 0.8
+            )
+            for model, own in ((policy, params), (other, reference))
+        )
+        total, count = total + jnp.sum(jnp.exp(log_p) * (log_p - log_q)), count + len(sources)
+    return total / count
+
+
+@pytest.mark.parametrize("plan", ["packed", "rows"])
+def test_the_exact_kl_from_a_model_of_another_size(plan):
+    """Its value and gradient, on a mesh too: of another width and a larger vocabulary."""
+    policy, params = setup()
+    larger = dataclasses.replace(
+        make_policy(num_layers=1, hidden_size=48).config, vocab_size=VOCAB + 8, tie_embeddings=True
+    )
+    other, batch = models.Policy(larger), make_batch(context=True)
+    reference = other.init(jax.random.key(5))
+    algorithm = Algorithm(
+        grpo,
+        grpo.Options(kl_estimator="exact", kl_coefficient=1.0, entropy_coefficient=0.0),
+    )
+    assert algorithm.needs.exact_kl
+    advantages = np.zeros(batch.response_mask.shape, np.float32)
+    wanted = jax.value_and_grad(whole_kl)(params, reference, batch, policy, other)
+    row_plan, settings = plan_of(PLANS["packed"]), {}
+    if plan == "rows":
+        mesh = models.make_mesh({"fsdp": 2, "tensor": 1, "sequence": 2}, jax.devices()[:4])
+        policy, other = (dataclasses.replace(each, mesh=mesh) for each in (policy, other))
+        row_plan = RowPlan(mesh, micro_batch_size=4)
+    loss = PolicyLoss(policy, 0.8, algorithm, reference=other)
+    trainee = Trainee("policy", DESCENT, loss, Frozen(None, reference), **settings)
+    own = jax.tree.map(jnp.copy, params)
+    trained, scalars, _ = trainee.update(
+        Trained(own, DESCENT.init(own)), MiniBatch(batch, advantages=advantages), row_plan
+    )
+    np.testing.assert_allclose(scalars["policy/kl"], wanted[0], rtol=1e-5)
+    gradient = jax.tree.map(lambda before, after: before - after, params, trained.params)
+    assert_near(jax.device_get(gradient), jax.device_get(wanted[1]))
 
 
 def assert_near(actual, expected, tolerance=2e-5):
