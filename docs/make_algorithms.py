@@ -73,6 +73,11 @@ sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must th
 1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), and logged as
 `algorithm/kl_coefficient`.
 
+## Without reference answers
+
+`rewards.majority=True` (TTRL, arXiv:2504.16084) rewards the answer that most responses of a group
+give; the references, if there are any, count only in the log. Answers are compared as in `maj@k`.
+
 ## Distillation
 
 `model.reference_path` names another model as the reference: a teacher with the policy's tokenizer,

@@ -22,6 +22,7 @@ from semrl_jax.data.padding import (
 )
 from semrl_jax.data.prompt_rows import BadRows, check_row_format, read_shots, row_reader
 from semrl_jax.data.prompts import (
+    Position,
     PromptDataset,
     PromptExample,
     arithmetic_prompts,
@@ -29,6 +30,7 @@ from semrl_jax.data.prompts import (
     columns_hash,
     dataset_hash,
     next_prompts,
+    next_rows,
     prompt_order,
 )
 from semrl_jax.data.row_files import RowError, batch_rows, check_file, read_rows
@@ -46,12 +48,13 @@ from semrl_jax.data.tokenizer import (
 )
 
 __all__ = [
-    "BadRows", "Conversation", "ConversationDataset", "Demonstrations", "PromptDataset",
+    "BadRows", "Conversation", "ConversationDataset", "Demonstrations", "Position", "PromptDataset",
     "PromptExample", "RowError", "StopMatcher", "TokenBytes", "arithmetic_prompts", "batch_rows",
     "build_dataset", "character_tokenizer", "check_file", "check_ids", "check_row_format",
     "check_same_tokens", "check_vocabulary", "chosen_template", "columns_hash",
     "conversation_reader", "dataset_hash", "demonstration_rows", "encode", "expand_stop_words",
     "full_text", "is_chat", "load_conversations", "load_prompts", "load_tokenizer", "next_prompts",
+    "next_rows",
     "pad_response_values", "pad_rows", "prompt_order", "prompts_of_problems", "read_rows",
     "read_shots", "row_reader", "set_chat_template", "special_prefix", "stop_word_ids",
     "template_line", "tokenizer_hash", "train_tokenizer", "verifier_text",

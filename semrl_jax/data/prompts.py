@@ -7,20 +7,29 @@ from its train state with any number of processes and of prompts per step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from semrl_jax.data import arithmetic
+from semrl_jax.data.curricula import Curriculum, Prompts, Seen
 from semrl_jax.data.encoding import encode, special_prefix
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.support.errors import UserError
 
 _ORDER = 0x0DE4  # third number of the seed: distinct from all streams with two numbers
 
-Position = tuple[int, int]  # (epoch, prompts consumed of it); a dataset starts at (0, 0)
+
+class Position(NamedTuple):
+    """How far a run has read its prompts; it begins at (0, 0)."""
+
+    epoch: int
+    cursor: int  # prompts consumed of the epoch
+    seen: Seen | None = None  # only with a curriculum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,9 +55,14 @@ class PromptDataset:
     num_too_long: int = 0
     num_bad_rows: int = 0
     is_shuffled: bool = True  # whether an epoch has an order of its own
+    curriculum: Curriculum | None = None  # in place of an order, by what was seen
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    @functools.cached_property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(example.data_source for example in self.examples)
 
 
 def prompt_order(size: int, seed: int, epoch: int) -> Int[np.ndarray, " size"]:
@@ -61,10 +75,18 @@ def next_prompts(
 ) -> tuple[list[PromptExample], Position]:
     """Reads `count` prompts from a position on, into the next epochs; returns the new position.
 
-    Two calls in a row read the same as one. ValueError for an empty dataset, UserError if the
-    position, (epoch, cursor) with 0 <= cursor <= size, is outside of it.
+    Without a curriculum, two calls in a row read the same as one. ValueError for an empty dataset,
+    UserError if the position, with 0 <= cursor <= size, is outside of it.
     """
-    epoch, cursor = position
+    rows, position = next_rows(dataset, seed, position, count)
+    return [dataset.examples[row] for row in rows], position
+
+
+def next_rows(
+    dataset: PromptDataset, seed: int, position: Position, count: int
+) -> tuple[list[int], Position]:
+    """The same as `next_prompts`, with the numbers of the prompts in the dataset."""
+    epoch, cursor, seen = Position(*position)
     size = len(dataset)
     if not size:
         raise ValueError("the dataset is empty.")
@@ -72,15 +94,20 @@ def next_prompts(
         raise UserError(
             f"position {position} or count {count} does not fit a dataset of {size} prompts."
         )
-    prompts: list[PromptExample] = []
+    if dataset.curriculum is not None:
+        prompts = Prompts(*seen, dataset.sources)
+        drawn = dataset.curriculum.draw(prompts, (seed, epoch * size + cursor), count)
+        more, cursor = divmod(cursor + count, size)
+        return drawn.tolist(), Position(epoch + more, cursor, seen)
+    rows: list[int] = []
     while True:
         if cursor == size:
             epoch, cursor = epoch + 1, 0
-        take = min(count - len(prompts), size - cursor)
+        take = min(count - len(rows), size - cursor)
         if not take:
-            return prompts, (epoch, cursor)
+            return rows, Position(epoch, cursor)
         order = prompt_order(size, seed, epoch) if dataset.is_shuffled else np.arange(size)
-        prompts += [dataset.examples[i] for i in order[cursor : cursor + take]]
+        rows += order[cursor : cursor + take].tolist()
         cursor += take
 
 

@@ -106,7 +106,7 @@ class VerifierPool:
         options = rewards.to_dict()
         verifiers, _ = split_functions(reward_functions(options["functions"]))
         options["functions"] = tuple(function.entry for function in verifiers)
-        del options["shuffle"], options["model"]
+        del options["shuffle"], options["majority"], options["model"]
         return cls(**options)
 
     def __enter__(self) -> VerifierPool:

@@ -204,6 +204,8 @@ def _check_environment(config: ml_collections.ConfigDict) -> None:
          "leave it out: the environment gives the rewards"),
         ("rewards.functions", tuple(rewards.functions), not rewards.functions,
          "leave it out: the environment gives the rewards"),
+        ("rewards.majority", True, not rewards.majority,
+         "leave it out: the environment gives the rewards"),
         ("rollout.in_flight", config.rollout.in_flight, num_parts(config.rollout) == 1,
          "set it to 'wait': with this max_staleness, responses are sampled in parts"),
         ("metrics.placement", "rollout", config.metrics.placement == "trainer", one_turn),

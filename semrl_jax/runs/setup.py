@@ -20,6 +20,7 @@ from semrl_jax.algorithms.algorithm import check_functions, load_algorithm
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.data.curricula import Seen, find_curriculum
 from semrl_jax.environments.journal import Journal
 from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation.entries import (
@@ -192,7 +193,14 @@ def check_inputs(
         configured_mesh(config, policy.config)
     keep = {"keep_columns": verifier.takes_row, "environments": environments}
     prompts = training_prompts(config, tokenizer, report, **keep)
-    prompts = dataclasses.replace(prompts, is_shuffled=config.data.shuffle)
+    prompts = dataclasses.replace(
+        prompts,
+        is_shuffled=config.data.shuffle,
+        curriculum=find_curriculum(config.data.curriculum),
+    )
+    if prompts.curriculum is not None:  # a first draw finds its mistakes
+        start = data.Position(0, 0, Seen.nothing(len(prompts)))
+        data.next_rows(prompts, config.seed, start, 1)
     if epochs := config.training.num_epochs:
         per_step = config.data.prompts_per_step
         config.training.num_steps = max(1, epochs * len(prompts) // per_step)
@@ -372,6 +380,7 @@ def open_run(
             critic=critic,
             mesh=mesh,
             reference=reference,
+            num_seen=len(inputs.prompts) if inputs.prompts.curriculum else 0,
             reference_policy=None if inputs.reference is None else inputs.reference.model,
             optimizer=optimizer_of(config, "training"),
             pad_token_id=tokenizer.pad_token_id,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
+from semrl_jax.rewards.grading.text import answer_class
 from semrl_jax.sampling.scoring import ScoredRollout
 
 SHUFFLE = 0x5AFF  # last in its seed: (s,) and (s, 0) are one stream to NumPy
@@ -50,12 +52,32 @@ def unshuffled_rewards(
     scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict
 ) -> Float[np.ndarray, "P G"]:
     """Float32 scores, one row per group, with the penalty of `batch_rules.overlong_tokens`."""
+    size = config.rollout.group_size
     scores = np.array([item.verdict.score for item in scored], np.float32)
+    if config.rewards.majority:
+        scores = majority_scores([item.verdict.extracted for item in scored], size)
     if buffer := config.algorithms.batch_rules.overlong_tokens:
         lengths = np.array([len(item.rollout.response_ids) for item in scored])
         limit = config.rollout.max_response_tokens
         scores += overlong_penalty(lengths, limit=limit, buffer=buffer)
-    return scores.reshape(-1, config.rollout.group_size)
+    return scores.reshape(-1, size)
+
+
+def majority_scores(answers: Sequence[str | None], size: int) -> Float[np.ndarray, " B"]:
+    """1.0 for a response with the answer that most of its group of `size` have, else 0.0.
+
+    Answers are equal as in maj@k. The first of two with as many votes wins. Without an answer, a
+    response has no vote and gets 0.0.
+
+    Source: arXiv:2504.16084 (TTRL), Sec. 2.2: the majority in the place of a reference answer.
+    """
+    classes = [answer_class(answer) for answer in answers]
+    scores = []
+    for start in range(0, len(classes), size):
+        group = classes[start : start + size]
+        votes = collections.Counter(filter(None, group)).most_common(1)
+        scores += [float(bool(votes) and answer == votes[0][0]) for answer in group]
+    return np.array(scores, np.float32)
 
 
 def overlong_penalty(

@@ -41,9 +41,13 @@ class Selecting:
         """See `Batches.next`. Raises TooFewGroups if the rounds do not give P groups."""
         count, rules = self.config.data.prompts_per_step, self.config.algorithms.batch_rules
 
+        correct = []
+
         def sample_round(number: int, num_kept: int) -> Scored:
             what = f"sample round {number + 1}, {num_kept}/{count} groups kept,"
-            return self.rounds.sample_round(step, number, position, clock, what)
+            scored = self.rounds.sample_round(step, number, position, clock, what)
+            correct.append(self.rounds.correct(scored))
+            return scored
 
         kept = sample_until_kept(
             sample_round,
@@ -52,7 +56,11 @@ class Selecting:
             max_rounds=rules.max_sampling_rounds,
             keep_by=rules.keep_groups_by,
         )
-        return Sample(kept.scored, self.rounds.after(position, kept.num_prompts), kept.scalars)
+        num_prompts = kept.num_prompts
+        if position.seen is not None:  # a curriculum draws again in place of unused prompts
+            num_prompts = count * len(correct)
+        after = self.rounds.after(position, num_prompts)
+        return self.rounds.counted(Sample(kept.scored, after, kept.scalars), correct, position)
 
 
 class Kept(NamedTuple):

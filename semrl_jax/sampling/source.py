@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import ml_collections
+import numpy as np
+from jaxtyping import Bool
 
 from semrl_jax import data, models
 from semrl_jax.data.prompts import Position
@@ -103,7 +105,8 @@ class Rounds:
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
         scored = self.sample_round(step, 0, position, clock, "sample")
-        return Sample(scored, self.after(position, self.config.data.prompts_per_step), {})
+        after = self.after(position, self.config.data.prompts_per_step)
+        return self.counted(Sample(scored, after, {}), [self.correct(scored)], position)
 
     def sample_round(
         self, step: int, number: int, position: Position, clock: Clock, what: str
@@ -115,9 +118,7 @@ class Rounds:
           position: in the data, before the step.
           what: text that is shown before the number of responses that have arrived.
         """
-        count = self.config.data.prompts_per_step
-        start = self.after(position, number * count)
-        examples, _ = data.next_prompts(self.prompts, self.config.seed, start, count)
+        examples = [self.prompts.examples[row] for row in self._rows(position, number)]
         draw = training_draw(self.config, step, number, examples)
         return self.sampler.sample(
             draw.requests,
@@ -130,4 +131,32 @@ class Rounds:
 
     def after(self, position: Position, count: int) -> Position:
         """The position after this many prompts."""
-        return data.next_prompts(self.prompts, self.config.seed, position, count)[1]
+        return data.next_rows(self.prompts, self.config.seed, position, count)[1]
+
+    def correct(self, scored: Scored) -> Bool[np.ndarray, "P G"]:
+        """Which responses of a round are correct."""
+        found = [item.verdict.correct for item in scored]
+        return np.array(found, bool).reshape(-1, self.config.rollout.group_size)
+
+    def counted(
+        self, sample: Sample, correct: Sequence[Bool[np.ndarray, "P G"]], start: Position
+    ) -> Sample:
+        """For a curriculum: the sample with what its rounds, which began at `start`, have shown."""
+        seen = sample.position.seen
+        if seen is None:
+            return sample
+        for number, of_round in enumerate(correct):
+            seen = seen.after(self._rows(start, number), of_round)
+        visited = seen.visits > 0
+        scalars = {
+            "curriculum/visited_fraction": float(visited.mean()),
+            "curriculum/correct_fraction": float(seen.rates[visited].mean()),
+        }
+        sample = sample._replace(position=sample.position._replace(seen=seen))
+        return sample.with_scalars(scalars)
+
+    def _rows(self, position: Position, number: int) -> list[int]:
+        """The prompts of round `number` of the step that begins at `position`."""
+        count = self.config.data.prompts_per_step
+        start = self.after(position, number * count)
+        return data.next_rows(self.prompts, self.config.seed, start, count)[0]

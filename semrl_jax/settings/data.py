@@ -28,6 +28,11 @@ class Data:
     shuffle: bool = setting(
         True, "another order of the prompts in each epoch, by config.seed; False: their own order"
     )
+    curriculum: str = setting(
+        "",
+        "Which prompts a step trains on: learnability, window, replay, mixture, lessons, or "
+        '"my_package.my_module", with :option=value; empty: in the order of epochs. docs/data.md',
+    )
     prompts_per_step: int = setting(
         48,
         "Prompts of one training step, each with rollout.group_size responses",
@@ -69,11 +74,17 @@ class Data:
 
 def check(data: Section) -> None:
     # Imported here, because the default config is read before every command.
+    from semrl_jax.data.curricula import find_curriculum
     from semrl_jax.data.procedural import sources
     from semrl_jax.data.prompt_rows import check_row_format
 
     check_row_format(data["row_format"])
     sources(data["reasoning_gym"])
+    if find_curriculum(data["curriculum"]) and not data["shuffle"]:
+        raise UserError(
+            "data.shuffle=False reads prompts in their own order, which data.curriculum="
+            f"{data['curriculum']!r} replaces; remove one of them."
+        )
 
 
 def check_training(data: Section) -> None:

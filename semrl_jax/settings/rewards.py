@@ -60,6 +60,11 @@ class Rewards:
     num_workers: int = setting(
         2, "processes that run verifiers", "processes", above=0, at_most=1024, may_change=True
     )
+    majority: bool = setting(
+        False,
+        "True: a response is rewarded with 1 for the answer that most of its group have, else 0; "
+        "references count only in the log (TTRL)",
+    )
     shuffle: bool = setting(
         False, "True: permute rewards over the batch, a control that must not learn"
     )
@@ -77,6 +82,11 @@ class RewardFunction(NamedTuple):
 def check(rewards: Section) -> None:
     check_verifiers(rewards)
     model = rewards["model"]
+    if rewards["majority"] and model["path"]:
+        raise UserError(
+            "rewards.majority=True rewards the answers alone, so rewards.model.path="
+            f"{model['path']!r} would not count; remove one of them."
+        )
     _, function = split_functions(reward_functions(rewards["functions"]))
     if function and not model["path"]:
         raise UserError(

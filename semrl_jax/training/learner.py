@@ -19,6 +19,7 @@ from semrl_jax import models
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.data.curricula import Seen
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_earlier, weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
@@ -80,6 +81,7 @@ class Learner:
     critic: Critic | None = None  # None if the algorithm has none
     lora: models.Lora | None = None  # None: all parameters are trained
     base: models.Base | None = None  # of the adapters, which are then `state.params`
+    num_seen: int = 0  # prompts of a curriculum
     reference_policy: models.Policy | None = None  # architecture of the reference; None: its own
 
     @functools.cached_property
@@ -239,6 +241,7 @@ class Learner:
         return state._replace(
             algorithm=train_state.abstract_everywhere(self.algorithm.first_state(), self.mesh),
             earlier=(weights,) * num_earlier(self.config.rollout),
+            seen=train_state.abstract_everywhere(self._first_seen, self.mesh),
         )
 
     def first_state(
@@ -262,7 +265,12 @@ class Learner:
         if count:
             earlier = (train_state.copied(state.params, self._kept_dtype),) * count
         first = train_state.everywhere(self.algorithm.first_state(), self.mesh)
-        return state._replace(algorithm=first, earlier=earlier)
+        seen = train_state.everywhere(self._first_seen, self.mesh)
+        return state._replace(algorithm=first, earlier=earlier, seen=seen)
+
+    @property
+    def _first_seen(self) -> dict[str, np.ndarray]:
+        return Seen.nothing(self.num_seen)._asdict() if self.num_seen else {}
 
     def _trained_shapes(self, model: models.Policy | models.ValueModel) -> models.Params:
         """Shapes of the parameters of a model that are in the train state."""

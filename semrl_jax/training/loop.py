@@ -64,7 +64,7 @@ def run_steps(
         if step == num_steps:
             yield StepResult(step, state, evaluation, Scored(()), {}, clock)
             return
-        scored, position, sampled = source.next(step, state.position, clock)
+        scored, position, sampled = source.next(step, state.prompts, clock)
         batch = learner.batch([item.rollout for item in scored])
         scored = learner.judged(scored, batch, clock)
         rewards = group_rewards(scored, config, step)

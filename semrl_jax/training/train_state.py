@@ -15,6 +15,8 @@ from jaxtyping import Array, Int
 
 from semrl_jax.algorithms.algorithm import State
 from semrl_jax.algorithms.credit import Memory
+from semrl_jax.data.curricula import Seen
+from semrl_jax.data.prompts import Position
 from semrl_jax.models import Params, from_host, parameter_shardings, replicated
 from semrl_jax.shaping import ShapingState
 from semrl_jax.training.offload import on_host
@@ -53,6 +55,14 @@ class TrainState(NamedTuple):
     # `settings.rollout.num_earlier`. Batches that were sampled with them and not trained on are
     # sampled again after a resume. Before step 0 those of step 0 take their place.
     earlier: tuple[Params, ...] = ()
+    # With a curriculum, what was seen of each prompt: `Seen` as a dict of arrays.
+    seen: State = {}  # noqa: RUF012
+
+    @property
+    def prompts(self) -> Position:
+        """How far the prompts are read, in NumPy."""
+        seen = Seen(**jax.device_get(self.seen)) if self.seen else None
+        return Position(*self.position, seen)
 
     @property
     def memory(self) -> Memory:
@@ -66,12 +76,14 @@ class TrainState(NamedTuple):
     def with_trained(self, name: str, trained: Trained) -> TrainState:
         return self._replace(**(trained._asdict() if name == POLICY else {name: trained}))
 
-    def after(
-        self, memory: Memory, position: tuple[int, int], earlier: tuple[Params, ...]
-    ) -> TrainState:
+    def after(self, memory: Memory, position: Position, earlier: tuple[Params, ...]) -> TrainState:
         """The state before the next step, from the state after the update of this step."""
-        position = DataPosition(*position)
-        fields = {**memory._asdict(), "position": position, "earlier": earlier}
+        fields = {**memory._asdict(), "earlier": earlier}
+        if position.seen is not None:
+            sharding = self.seen["visits"].sharding
+            put = functools.partial(from_host, sharding=sharding)
+            fields["seen"] = jax.tree.map(put, position.seen._asdict())
+        fields["position"] = DataPosition(position.epoch, position.cursor)
         return self._replace(step=self.step + 1, **fields)
 
 

@@ -110,7 +110,7 @@ def test_advantages_match_float64(expected, seed):
 
 
 def test_every_algorithm_has_an_oracle():
-    others = {"distillation", "grpo", "ppo", "reinforce", "reinforce_plus_plus"}
+    others = {"distillation", "dpo", "grpo", "pacs", "ppo", "reinforce", "reinforce_plus_plus"}
     assert {f.__name__ for f in ORACLES} | others == set(NAMES)
 
 
@@ -127,7 +127,7 @@ def test_the_largest_rewards_have_finite_advantages(name):
     largest = np.where(np.arange(8).reshape(2, 4) % 3, -MAX_SCORE, MAX_SCORE).astype(np.float32)
     state = {"rewards": np.float32(0), "weights": np.float32(0)} if name == "reinforce" else None
     zeros = np.zeros(MASK.shape, np.float32)
-    found = advantages_of(name)(largest, passes=Passes(values=zeros), state=state)
+    found = advantages_of(name)(largest, passes=Passes(zeros, zeros, zeros), state=state)
     assert np.isfinite(np.square(found)).all()
 
 
@@ -272,6 +272,43 @@ def test_distillation_matches_loops(discount, seed):
     mixed = advantages_of("distillation", reward_weight=2.0, **options)(rewards, passes=dirty)
     of_rewards = advantages_of("grpo")(rewards)
     np.testing.assert_allclose(mixed, expected + 2.0 * of_rewards, rtol=1e-4, atol=1e-5)
+
+
+def dpo(implicit, rewards, beta):
+    """The sum over the groups of L."""
+    total = 0.0
+    for s, r in zip(implicit, rewards):
+        if r.max() > r.min():
+            total -= jax.nn.log_sigmoid(beta * (s[np.argmax(r)] - s[np.argmin(r)]))
+    return total
+
+
+def pacs(implicit, rewards, beta):
+    total = 0.0
+    for s, r in zip(implicit, rewards):
+        labels = r > 0
+        counts = {label: np.sum(labels == label) for label in labels}
+        for i, label in enumerate(labels):
+            psi = beta * (s[i] - (jnp.sum(s) - s[i]) / (len(r) - 1))
+            weight = len(r) / (2 * counts[label]) if len(counts) == 2 else 1.0
+            total -= weight * jax.nn.log_sigmoid(psi if label else -psi)
+    return total
+
+
+@pytest.mark.parametrize("expected", [dpo, pacs], ids=["dpo", "pacs"])
+@given(seed=seeds)
+def test_advantages_are_the_gradient_of_a_loss_of_implicit_rewards(expected, seed):
+    """Automatic differentiation of the paper's loss gives them."""
+    rng = np.random.default_rng(seed)
+    rewards = rng.choice([0.0, 0.5, 1.0], size=(2, 4)).astype(np.float32)
+    old, ref = rng.normal(size=(2, *MASK.shape)).astype(np.float32)
+    implicit = np.where(MASK, old - ref, 0).sum(axis=1).reshape(2, 4)
+    gradient = jax.grad(expected)(jnp.asarray(implicit), rewards, 0.7)
+    dirty = Passes(*(np.where(MASK, x, np.float32(np.nan)) for x in (old, ref)))
+    found = advantages_of(expected.__name__, reward_beta=0.7)(rewards, passes=dirty)
+    # 1e-5: float32 sums of four numbers near 1.
+    wanted = -np.where(MASK, np.asarray(gradient).reshape(-1, 1), 0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_teacher_counts_once():
@@ -437,7 +474,7 @@ def test_needs_follow_the_options():
         ("ppo", {"gae_lambda": 1.5}, r"advantage.gae_lambda=1.5 must be in \[0, 1\]"),
         ("ppo", {"kl_target": 0.1}, "advantage.kl_target=0.1 must .* there is nothing to adapt"),
         ("reinforce", {"baseline_rate": 1.0}, r"advantage.baseline_rate=1.0 must be in \[0, 1\)"),
-        ("gae", {}, "name='gae' is unknown; choose one of asymre, dr_grpo, grpo"),
+        ("gae", {}, "name='gae' is unknown; choose one of asymre, distillation, dpo"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(name, options, message):

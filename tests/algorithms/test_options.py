@@ -43,6 +43,7 @@ CHANGES = {
     "advantage.teacher_weight": (0.5, TEACHER),
     "advantage.teacher_discount": (0.5, TEACHER),
     "advantage.reward_weight": (0.5, TEACHER),
+    "advantage.reward_beta": (0.5, {"name": "dpo"}),
     "advantage.baseline_shift": (0.3, {"name": "asymre"}),
     "advantage.group_baseline": (True, PLUS),
     "advantage.kl_reward_coefficient": (0.5, PLUS),

@@ -15,7 +15,7 @@ from semrl_jax.data import (
     build_dataset,
     next_prompts,
 )
-from semrl_jax.data.prompts import prompt_order
+from semrl_jax.data.prompts import Position, prompt_order
 from semrl_jax.support.errors import UserError
 
 
@@ -32,19 +32,19 @@ def test_reading_continues_in_the_next_epoch():
     dataset = numbered(5)
     first, second = prompt_order(5, 7, 0).tolist(), prompt_order(5, 7, 1).tolist()
     prompts, position = next_prompts(dataset, 7, (0, 0), 3)
-    assert (indices(prompts), position) == (first[:3], (0, 3))
+    assert (indices(prompts), position) == (first[:3], Position(0, 3))
     prompts, position = next_prompts(dataset, 7, position, 4)
-    assert (indices(prompts), position) == (first[3:] + second[:2], (1, 2))
+    assert (indices(prompts), position) == (first[3:] + second[:2], Position(1, 2))
     prompts, position = next_prompts(dataset, 7, position, 3)
-    assert (indices(prompts), position) == (second[2:], (2, 0))
-    assert next_prompts(dataset, 7, (0, 5), 0)[1] == (1, 0)
-    assert all(type(number) is int for number in position)
+    assert (indices(prompts), position) == (second[2:], Position(2, 0))
+    assert next_prompts(dataset, 7, (0, 5), 0)[1] == Position(1, 0)
+    assert all(type(number) is int for number in position[:2])
 
 
 def test_prompts_come_in_their_own_order_unless_shuffled():
     dataset = dataclasses.replace(numbered(5), is_shuffled=False)
     prompts, position = next_prompts(dataset, 7, (0, 2), 5)
-    assert (indices(prompts), position) == ([2, 3, 4, 0, 1], (1, 2))
+    assert (indices(prompts), position) == ([2, 3, 4, 0, 1], Position(1, 2))
 
 
 def test_order_depends_on_seed_and_epoch_only():
@@ -67,12 +67,12 @@ RECORDED_ORDER = [5, 6, 4, 2, 0, 3, 1, 7]
 def test_steps_of_any_size_read_the_same_sequence(size, counts, seed):
     dataset = numbered(size)
     whole, end = next_prompts(dataset, seed, (0, 0), sum(counts))
-    parts, position = [], (0, 0)
+    parts, position = [], Position(0, 0)
     for count in counts:
         prompts, position = next_prompts(dataset, seed, position, count)
         parts += prompts
     assert indices(parts) == indices(whole)
-    assert position == end == divmod(sum(counts), size)
+    assert position == end == Position(*divmod(sum(counts), size))
     for epoch in range(len(whole) // size):
         assert sorted(indices(whole)[epoch * size : (epoch + 1) * size]) == list(range(size))
 

@@ -236,7 +236,8 @@ OURS_ALONE = {
     "seed": "the launcher fixes none",
     "model.reference_path": "the launcher's reference is the policy at the start",
     "metrics.layers": "the launcher measures the final layer",
-    "data.reasoning_gym": "the launcher has none",
+    "data.reasoning_gym": "the launcher has none", "data.curriculum": "the launcher has none",
+    "rewards.majority": "the launcher has none",
     **dict.fromkeys(
         (f"environment.{field.name}" for field in dataclasses.fields(Environment)),
         "the launcher's runs have a single turn",

@@ -22,6 +22,26 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere(config):
     assert (shuffled != group_rewards(scored, config, 4)).any()
 
 
+def test_the_majority_of_a_group_is_rewarded(config):
+    """Equal answers by their normalised text; the first of two with as many votes; no answer."""
+    config.rewards.majority = True
+    answers = [
+        "2", "3", "3.", None,  # the second and the third agree
+        "1", "4", "4", "1",
+        None, None, "", None,
+        "5", None, None, None,
+    ]  # fmt: skip
+    scored = [make_scored(i, score=1.0) for i in range(16)]
+    scored = [
+        dataclasses.replace(item, verdict=dataclasses.replace(item.verdict, extracted=answer))
+        for item, answer in zip(scored, answers)
+    ]
+    expected = [[0, 1, 1, 0], [1, 0, 0, 1], [0] * 4, [1, 0, 0, 0]]
+    found = group_rewards(scored, config, 0)
+    np.testing.assert_array_equal(found, np.float32(expected))
+    assert found.dtype == np.float32
+
+
 def test_turns_go_where_the_rewards_of_their_episodes_go(config):
     """A response without an environment, or whose environment failed, has none."""
     scored = []

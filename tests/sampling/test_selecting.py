@@ -12,7 +12,7 @@ import pytest
 
 from semrl_jax.cluster.agreement import is_agreed
 from semrl_jax.data import PromptDataset, PromptExample
-from semrl_jax.data.prompts import prompt_order
+from semrl_jax.data.prompts import Position, prompt_order
 from semrl_jax.runs import train, validate
 from semrl_jax.sampling.batch_rewards import group_rewards, unshuffled_rewards
 from semrl_jax.sampling.requests import TRAINING, stream_seed
@@ -214,7 +214,7 @@ def make_source(config, seen=None, **parts):
 
 def steps_of(source, num_steps, said=None):
     """(step, sample) of successive steps, each from the position of the one before."""
-    position = (0, 0)
+    position = Position(0, 0)
     for step in range(num_steps):
         clock = Clock(said.append if said is not None else lambda phase: None)
         sample = source.next(step, position, clock)
@@ -227,7 +227,7 @@ def test_without_the_rule_prompts_seeds_and_ids_are_those_of_the_step(config):
     source = make_source(config, seen=seen)
     for _, sample in steps_of(source, 2):
         assert len(sample.scored) == 16 and not sample.scalars
-    assert sample.position == (1, 1)
+    assert sample.position == Position(1, 1)
     for number, request in enumerate(seen):
         step, draw, index = number // 16, number % 16 // 4, number % 4
         assert request.sample_id == f"train/{step}/{draw}/{index}"

@@ -132,6 +132,7 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path):
     config.algorithms.importance.level = "token"
     config.algorithms.batch_rules.max_sampling_rounds = 3
     config.rewards.function = "tests.verifiers:by_parity"  # equal rewards would all be dropped
+    config.data.curriculum = "learnability"
     keys = keys_of_run(config, tmp_path / "run")
     config.update_from_flattened_dict(
         {

@@ -11,7 +11,7 @@ import numpy as np
 from semrl_jax.evaluation.protocols import PerProblem
 from semrl_jax.evaluation.repeated import log_factorials, plan, sizes_above_one
 from semrl_jax.evaluation.samples import Sample
-from semrl_jax.rewards.grading.text import normalized
+from semrl_jax.rewards.grading.text import answer_class
 
 __all__ = ["per_problem", "plan"]
 
@@ -28,11 +28,6 @@ def per_problem(
         )
         for k in sizes_above_one(problems, options)
     }
-
-
-def answer_class(extracted: str | None) -> str:
-    """The text by which two answers are equal: normalised, without case and spaces; "": no vote."""
-    return "".join(normalized(extracted or "").casefold().split())
 
 
 def votes_of(samples: Sequence[Sample]) -> tuple[tuple[int, float], ...]:

@@ -252,3 +252,8 @@ def is_words(text: str) -> bool:
     if any(len(word) > 3 and not _FUNCTIONS.fullmatch(word) for word in letters):
         return True
     return re.fullmatch(r"[A-Za-z]{3,}", text) is not None
+
+
+def answer_class(extracted: str | None) -> str:
+    """The text by which two answers are equal: normalised, without case and spaces; "": no vote."""
+    return "".join(normalized(extracted or "").casefold().split())

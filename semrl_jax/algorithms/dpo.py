@@ -1,0 +1,44 @@
+"""Online DPO: the best response of a group is preferred to the worst.
+
+L = -log sigmoid(b (s_best - s_worst)), s = sum over its tokens of old_logprobs - ref_logprobs
+
+A = b sigmoid(-b (s_best - s_worst)) for the best response, -A for the worst, 0 for the others and
+in groups of equal rewards; b is `reward_beta`
+
+This is the gradient of L in the first update on a batch, with `surrogate="reinforce"` and
+`aggregation="constant_length"`, which sums over tokens.
+
+Source: arXiv:2305.18290, Eq. 7; arXiv:2402.04792 for pairs of the current policy. b there is 0.1.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms.algorithm import Passes
+from semrl_jax.algorithms.groups import broadcast_to_tokens, check_groups
+from semrl_jax.algorithms.implicit_reward import ImplicitReward as Options
+from semrl_jax.algorithms.implicit_reward import implicit_rewards, needs
+from semrl_jax.algorithms.objective import loss, token_weights
+
+__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+
+
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
+    check_groups(rewards)
+    implicit = implicit_rewards(rewards, passes, response_mask)
+    size = rewards.shape[1]
+    best, worst = (
+        jax.nn.one_hot(index, size) for index in (rewards.argmax(axis=1), rewards.argmin(axis=1))
+    )
+    sign = best - worst  # zeros where all are equal: both are the first
+    margin = jnp.sum(sign * implicit, axis=1, keepdims=True)
+    found = options.reward_beta * jax.nn.sigmoid(-options.reward_beta * margin) * sign
+    return jax.lax.stop_gradient(broadcast_to_tokens(found, response_mask))
