@@ -296,7 +296,7 @@ def _evaluate_policy(
             pending = evaluator.measurer.submit_batch(np.concatenate(states))
             over_set[name] = pending.result()
     samples = list(itertools.chain.from_iterable(finished.values()))
-    directory.finish(samples, over_set)
+    directory.finish([call.part for call in calls], over_set)
     options = {
         name: options_of(config.evaluation, {"n": max(s.sample_index for s in of_name) + 1})
         for name, of_name in finished.items()

@@ -105,7 +105,7 @@ def find_columns(
 
 def read_responses(file: pathlib.Path) -> dict[str, Response]:
     """The responses of a Parquet file by problem and sample; UserError if it lacks token ids."""
-    optional = "benchmark", "group_id", "sample_index", *Response._fields[2:]
+    optional = "benchmark", "group_id", "sample_index", "question", *Response._fields[2:]
     table = response_files.read(file, IDS, optional)
     found = {}
     for number, row in enumerate(table.to_pylist()):
@@ -114,6 +114,7 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
             continue
         problem, sample = row.get("group_id", number), row.get("sample_index", 0)
         name = f"{row.get('benchmark') or 'problem'} {problem}" + f" sample {sample}" * bool(sample)
+        row.setdefault("prompt", row.get("question"))
         found[name] = Response(
             np.asarray(row["prompt_ids"], np.int32),
             ids,
