@@ -7,10 +7,11 @@ A policy is a run directory, one of its checkpoints, or a Hugging Face directory
 --policy, or --steps=0,20,40 of a run. A benchmark is a known name (docs/data.md), a .jsonl or
 .parquet file, environment:NAME, or a module; without --benchmarks, the held-out problems of the
 run. Writes samples.parquet, results.json and page.html into --output, for several policies into a
-directory each, and a comparison. The same command continues an interrupted evaluation. Any field of
-the config can be set, --config.rollout.engine=vllm. Without --config, the command takes the config
-of the run, or the default config. docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong
-setting (one line names it), 75 ended by a signal.
+directory each, and a comparison; and eval_results.csv with the figures of all. The same command
+continues an interrupted evaluation. Any field of the config can be set,
+--config.rollout.engine=vllm. Without --config, the command takes the config of the run, or the
+default config. docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong setting (one line
+names it), 75 ended by a signal.
 """
 
 import os

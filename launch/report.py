@@ -3,9 +3,12 @@
     python -m launch.report runs/quickstart
     python -m launch.report runs/first runs/second --output=comparison.html --csv=rows.csv
     python -m launch.report runs/quickstart --serve
+    python -m launch.report results
 
 A run is what was --workdir of launch.train or launch.sft. For one run without --output, its
-report.html and curves.png are made again. --serve prints an address for a browser on this machine;
+report.html and curves.png are made again. A directory of launch.evaluate, or one above several, has
+the figures of its policies over their steps; without --output, report.html and eval_results.csv are
+written into it. --serve prints an address for a browser on this machine;
 the page then refreshes itself until Ctrl-C. docs/report.md explains the page. Exit codes: 0 done,
 2 wrong run or flag (one line names it).
 """
@@ -21,7 +24,7 @@ from semrl_jax.support.errors import UserError
 OUTPUT = flags.DEFINE_string(
     "output", None, "HTML file to write; needed to compare runs, unless --csv or --serve is given"
 )
-CSV = flags.DEFINE_string("csv", None, "CSV file to write: the rows of all runs")
+CSV = flags.DEFINE_string("csv", None, "CSV file to write: the rows of all runs, or of all results")
 SERVE = flags.DEFINE_bool("serve", False, "follow the runs in a browser on this machine")
 PORT = flags.DEFINE_integer(
     "port", 0, "of --serve; 0: a free one", lower_bound=0, upper_bound=65535
@@ -46,6 +49,7 @@ def main(names: list[str]) -> int:
     if output is not None and csv_file is not None and output.absolute() == csv_file.absolute():
         raise UserError(f"--output and --csv are both {output}; name two files.")
     from semrl_jax.pages.report import write_report
+    from semrl_jax.pages.report.evaluations import TABLE
     from semrl_jax.pages.report.page import write_page
     from semrl_jax.pages.report.reading import read_runs
     from semrl_jax.pages.report.several_runs import write_csv
@@ -55,6 +59,8 @@ def main(names: list[str]) -> int:
         for line in log.damage():
             print(line, file=sys.stderr)
     written = []
+    if output is None and csv_file is None and logs[0].evaluated:
+        output, csv_file = runs[0] / "report.html", runs[0] / TABLE
     try:
         if csv_file is not None:
             write_csv(csv_file, logs)

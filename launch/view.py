@@ -3,6 +3,8 @@
     python -m launch.view --policy=runs/quickstart --output=view.html
     python -m launch.view --policy=runs/a --policy=runs/b --steps=40 --output=view.html
     python -m launch.view --policy=runs/a --samples=generated/responses.parquet --output=view.html
+    python -m launch.view --policy=runs/a --steps=0,40 --verdicts=wrong,correct --seed=1 \\
+        --output=view.html
 
 Without --samples, each policy has the responses of the evaluation that its run recorded at its
 step (logging.rollouts_every_steps). With --samples, all policies read the same responses. The
@@ -31,6 +33,12 @@ SHOW = flags.DEFINE_enum(
     "show", "all", ("all", "correct", "incorrect", "changed"),
     "problems by the verdict of the last policy; changed: the policies' verdicts differ",
 )  # fmt: skip
+VERDICTS = flags.DEFINE_list(
+    "verdicts", [], "problems by the verdict of each policy, in their order: correct, wrong or any"
+)
+SEED = flags.DEFINE_integer(
+    "seed", None, "of a random choice of --limit problems; default: the first ones", lower_bound=0
+)
 LIMIT = flags.DEFINE_integer("limit", 20, "number of problems", lower_bound=1, upper_bound=500)
 STRIDE = flags.DEFINE_integer(
     "stride", 0, "tokens of a window; 0: metrics.stride of the run", lower_bound=0
@@ -50,7 +58,11 @@ def main() -> int:
 
     steps = [int(step) for step in STEPS.value] or None
     columns = view.find_columns(POLICY.value, steps, samples)
-    names = view.chosen_problems(columns, PROBLEM.value, SHOW.value, LIMIT.value)
+    if bad := [verdict for verdict in VERDICTS.value if verdict not in view.VERDICTS]:
+        raise UserError(f"--verdicts has {bad[0]!r}; each must be correct, wrong or any.")
+    names = view.chosen_problems(
+        columns, PROBLEM.value, SHOW.value, LIMIT.value, verdicts=VERDICTS.value, seed=SEED.value
+    )
     compilation.keep_programs()
     view.write_view(output, columns, names, stride=STRIDE.value, progress=print)
     print(f"done: {output} shows {len(names)} problems; open it in a browser")

@@ -5,7 +5,8 @@ is NaN: without score, without probabilities, below the tokens or responses that
 measure of the release is wrong, it is replaced by what its name says:
 
 - Token entropy and confidence come from the policy's distributions. The release takes the
-  relative frequencies of the tokens of one response, which `count_entropy` still does.
+  relative frequencies of the tokens of one response, or of all responses to a prompt. These are
+  `count_entropy` and `count_confidence`, their means and their stacked forms.
 - Divergences take probabilities as probabilities; equal responses have 0.
 - Velocity and acceleration have the stride of the setting, not 1.
 - Repetition counts no n-gram that begins in one response and ends in the next.
@@ -153,6 +154,10 @@ def _lidar(group: Group) -> float:
     return float(metrics.lidar(padded, mask)) or math.nan  # at least 1 where it exists
 
 
+OF_COUNTS = {
+    "count_entropy": similarity.count_entropy,
+    "count_confidence": similarity.count_confidence,
+}
 RESPONSE_MEASURES: dict[str, Callable[[Item], float]] = {
     **{name: lambda item, name=name: item.ranks[name] for name in RANKS},
     "score": lambda item: item.response.score,
@@ -191,10 +196,21 @@ PROMPT_MEASURES: dict[str, Callable[[Group], float]] = {
 }
 # The measures so far are the 10 and 28 of the release.
 RESPONSE_MEASURES |= {
-    "count_entropy": lambda item: _count_entropy(item.response.token_ids),
+    **{
+        name: lambda item, f=f: f(Counter(*_known(item.response.token_ids)))
+        for name, f in OF_COUNTS.items()
+    },
     "elliptical_novelty": lambda item: item.novelty,
 }
-PROMPT_MEASURES |= {"log_determinant": _diversity, "lidar": _lidar}
+PROMPT_MEASURES |= {
+    **{f"{name}_mean": lambda group, name=name: group.mean(name) for name in OF_COUNTS},
+    **{
+        f"{name}_stacked": lambda group, f=f: f(sum(group.counts, Counter()))
+        for name, f in OF_COUNTS.items()
+    },
+    "log_determinant": _diversity,
+    "lidar": _lidar,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -277,10 +293,6 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def _known(token_ids: np.ndarray | None) -> list[list[int]]:
     return [] if token_ids is None else [token_ids.tolist()]
-
-
-def _count_entropy(token_ids: np.ndarray | None) -> float:
-    return math.nan if token_ids is None else similarity.count_entropy(Counter(token_ids.tolist()))
 
 
 def _mean_state(states: Float[np.ndarray, "T D"]) -> Float[np.ndarray, " D"]:

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 NGRAM = 4
+CONFIDENT = 5  # the default of the reference implementation, trainer.confidence_metric_config.k
 # Runs of letters and digits; each Chinese or Japanese ideograph is a word.
 _WORD = re.compile(r"[\u3400-\u9fff]|[^\W_\u3400-\u9fff]+")
 # Counts are raised by this, so that a token that one response lacks gives no infinite divergence.
@@ -72,6 +73,16 @@ def count_entropy(counts: Mapping[Hashable, int]) -> float:
     p = np.array(list(counts.values()), float)
     p /= p.sum() if len(p) else 1.0
     return float(abs(np.sum(p * np.log(p)))) if len(p) else math.nan
+
+
+def count_confidence(counts: Mapping[Hashable, int]) -> float:
+    """Minus the mean log of the CONFIDENT largest relative frequencies, in nats.
+
+    With fewer different items, it is the mean over all of them. A high value means that the items
+    are spread, so it is the opposite of a confidence; the reference implementation calls it so.
+    """
+    p = np.array(sorted(counts.values(), reverse=True), float)
+    return float(np.mean(-np.log(p / p.sum())[:CONFIDENT])) if len(p) else math.nan
 
 
 def jensen_shannon(first: Mapping[Hashable, int], second: Mapping[Hashable, int]) -> float:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from semrl_jax.analysis.measures import (
     MIN_RESPONSES,
+    OF_COUNTS,
     PROMPT_MEASURES,
     RANKS,
     RESPONSE_MEASURES,
@@ -32,12 +33,14 @@ _DRAWN_AT_ONCE = 2**21  # prompts, which bounds the memory
 # PANELS: as in figure 1 of arXiv:2509.23808. PAIRS adds the panel of value and acceleration.
 PANELS = (("token_entropy", "confidence"), RANKS[:2])
 PAIRS = (*PANELS, (RANKS[0], RANKS[2]))
+COUNTED = tuple(OF_COUNTS)  # what panel (a) shows in the paper
 LENGTHS = ("short", "middle", "long")
 EQUAL_LENGTH = "equal length"
 SUBSETS = ("all", "correct", "wrong", *LENGTHS, EQUAL_LENGTH)
 _IN_SUMMARY = 10  # measures
 _NARROW = {  # 80 columns
     "token_entropy": "entropy", "mean_logprob": "logprob", "count_entropy": "count ent.",
+    "count_confidence": "count conf",
     "elliptical_novelty": "novelty",
 }  # fmt: skip
 MIN_DRAWN = 5  # prompts; the quantiles of fewer say little
@@ -72,12 +75,14 @@ def check_measures(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def correlations(measured: Measured) -> list[StudyCorrelation]:
-    """PAIRS in every subset, then each measure with `correct` and with `length`, all responses."""
+    """PAIRS in every subset; then COUNTED, and each measure with `correct` and with `length`."""
     table = measured.responses
     found = []
     for x, y in PAIRS:
         if x in table and y in table:
             found += [correlation(table, x, y, subset) for subset in SUBSETS]
+    if set(COUNTED) <= table.keys():
+        found.append(correlation(table, *COUNTED))
     for y in ("correct", "length"):
         names = [name for name in table if name not in (*KEYS, y)]
         found += [correlation(table, name, y, "all") for name in names if y in table]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from semrl_jax.analysis.measures import Measured
 from semrl_jax.analysis.responses import write_columns, write_csv
-from semrl_jax.analysis.study import PAIRS, PANELS, SUBSETS, StudyCorrelation, short
+from semrl_jax.analysis.study import COUNTED, PAIRS, PANELS, SUBSETS, StudyCorrelation, short
 from semrl_jax.support.response_files import KEYS
 
 CORRECT, WRONG, UNKNOWN = "#1f5fa8", "#d1662a", "#6b6b6b"
@@ -23,6 +23,7 @@ UNITS = {
     "confidence": "nats",
     "mean_logprob": "nats",
     "count_entropy": "nats",
+    "count_confidence": "nats",
     "length": "tokens",
 }
 
@@ -49,10 +50,14 @@ def write_study(
 
 
 def draw_panels(measured: Measured, found: Sequence[StudyCorrelation]) -> Figure:
-    """The two panels of figure 1 of arXiv:2509.23808, a point per response."""
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    """The two panels of figure 1 of arXiv:2509.23808, a point per response.
+
+    In the paper, panel (a) has token counts; the third panel shows these.
+    """
+    figure = Figure(figsize=(14.4, 4.4), layout="constrained")
     by_pair = {(c.x, c.y): c for c in found if c.subset == "all"}
-    for axes, pair, panel in zip(figure.subplots(1, 2), PANELS, "ab"):
+    panels = {PANELS[0]: "a", PANELS[1]: "b", COUNTED: "a of counts"}
+    for axes, (pair, panel) in zip(figure.subplots(1, 3), panels.items()):
         _scatter(axes, measured, *pair)
         known = by_pair.get(pair)
         exists = known is not None and not math.isnan(known.r)

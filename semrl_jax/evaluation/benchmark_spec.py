@@ -73,7 +73,7 @@ class BenchmarkReader:
         if not question or not answer:
             raise RowError(f"the {'answer' if question else 'question'} is empty.")
         for words, hint in _HINTS.items():
-            question += hint if answer.lower() in words else ""
+            question += hint if answer.lower().rstrip(".") in words else ""
         check_text("question", question)
         check_text("answer", answer)
         columns = {key: row[key] for key in row if key not in _GRADED_COLUMNS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from semrl_jax import data
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.response_files import METRICS
+from semrl_jax.support.response_files import IDS, METRICS
 
 NOT_SAMPLED = "prompt_too_long"  # finish reason of the samples of a problem that was not sampled
 
@@ -42,6 +43,8 @@ class Sample(NamedTuple):
     metrics: Mapping[str, float]
     turn_characters: Sequence[int] = ()  # of an episode
     turn_rewards: Sequence[float] = ()
+    # Columns of TOKENS that the response has, until it is written: scores and pages need none.
+    tokens: Mapping[str, np.ndarray] = MappingProxyType({})
 
     @property
     def num_turns(self) -> int:
@@ -51,6 +54,7 @@ class Sample(NamedTuple):
 
 COLUMNS = Sample._fields[: Sample._fields.index("metrics")]
 OF_EPISODES = ("turn_characters", "turn_rewards")
+TOKENS = (*IDS, "response_mask")
 
 
 def of_row(row: Mapping[str, Any]) -> Sample:
@@ -60,10 +64,12 @@ def of_row(row: Mapping[str, Any]) -> Sample:
         for name, value in row.items()
         if name.startswith(METRICS) and value is not None
     }
-    turns = {
+    more: dict[str, Any] = {
         name: np.asarray(row[name]).tolist() for name in OF_EPISODES if row.get(name) is not None
     }
-    return Sample(*(row[name] for name in COLUMNS), metrics, **turns)
+    if tokens := {name: row[name] for name in TOKENS if name in row}:
+        more["tokens"] = tokens
+    return Sample(*(row[name] for name in COLUMNS), metrics, **more)
 
 
 def sampled(
@@ -73,7 +79,7 @@ def sampled(
     text: Callable[[np.ndarray], str],
 ) -> list[Sample]:
     """The samples of scored responses; `problems` has place and problem of each group."""
-    columns = items.columns(["turn_rewards"], text)
+    columns = items.columns(["turn_rewards", *TOKENS], text)
     samples = []
     for values in zip(*columns.values()):
         row = dict(zip(columns, values))
@@ -96,6 +102,8 @@ def not_sampled(problem: data.PromptExample, place: int, num_samples: int) -> li
         "finish_reason": NOT_SAMPLED,
         "num_tokens": 0,
         "mean_logprob": math.nan,
+        "prompt_ids": problem.prompt_ids,
+        "response_ids": np.zeros(0, np.int32),
     }
     return [of_row(row | {"sample_index": index}) for index in range(num_samples)]
 
@@ -115,18 +123,20 @@ def table_of(samples: Sequence[Sample]) -> pa.Table:
     columns = {name: [getattr(sample, name) for sample in samples] for name in COLUMNS}
     if any(sample.turn_rewards for sample in samples):
         columns |= {name: [getattr(sample, name) for sample in samples] for name in OF_EPISODES}
+    for name in dict.fromkeys(name for sample in samples for name in sample.tokens):
+        columns[name] = [sample.tokens.get(name) for sample in samples]
     for label in sorted({label for sample in samples for label in sample.metrics}):
         columns[METRICS + label] = [sample.metrics.get(label) for sample in samples]
     return response_files.table_of(columns)
 
 
 def write_samples(file: pathlib.Path, samples: Sequence[Sample]) -> None:
-    """Writes samples.parquet; the file is complete or missing."""
+    """Writes samples; the file is complete or missing."""
     response_files.write(file, table_of(samples))
 
 
 def read_samples(file: pathlib.Path) -> list[Sample]:
-    """The samples of a file, in its order; UserError if it is missing or no file of samples."""
+    """The samples of a file, in its order, without tokens; UserError if it has no samples."""
     if not file.is_file():
         raise UserError(f"{file} is not a file; name a samples.parquet of an evaluation.")
     tables = response_files.batches(file, COLUMNS, (METRICS, *OF_EPISODES))

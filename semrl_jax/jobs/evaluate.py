@@ -44,6 +44,7 @@ from semrl_jax.jobs.result_directory import SAMPLES, Part, ResultDirectory, open
 from semrl_jax.jobs.sample import request_of, resumable, sample_calls
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.models.of_config import ModelFiles, build_policy, value_params
+from semrl_jax.pages.report.evaluations import RESULTS, TABLE, read_evaluated, write_table
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.sampling.openings import first_answers, opening_of
@@ -118,6 +119,8 @@ def evaluate(
         if len(found) > 1:
             _write_comparison(found, output, reporter)
         if found:
+            files = {item.source.name: item.directory / RESULTS for item in found}
+            write_table(output / TABLE, [read_evaluated(*item) for item in files.items()])
             reporter.notice(f"done: see {output / 'page.html'} and the other files there")
 
     return resumable(work, quiet=quiet and not only_check)
@@ -262,6 +265,7 @@ def _evaluate_policy(
             for name, benchmark in benchmarks.items()
         },
     )
+    directory.note(policy=source.name)
     finished = directory.finished()
     for benchmark in benchmarks.values():
         if of_benchmark := finished.get(benchmark.name):
@@ -296,7 +300,7 @@ def _evaluate_policy(
             pending = evaluator.measurer.submit_batch(np.concatenate(states))
             over_set[name] = pending.result()
     samples = list(itertools.chain.from_iterable(finished.values()))
-    directory.finish(samples, over_set)
+    directory.finish([call.part for call in calls], over_set)
     options = {
         name: options_of(config.evaluation, {"n": max(s.sample_index for s in of_name) + 1})
         for name, of_name in finished.items()
@@ -307,7 +311,7 @@ def _evaluate_policy(
     found = results.as_results(figures)
     for name, values in over_set.items():
         found[name] |= {f"metrics/{label}": value for label, value in values.items()}
-    write_json(directory.path / "results.json", found)
+    write_json(directory.path / RESULTS, found)
     problem_page.write_page(
         directory.path / "page.html", {source.name: samples}, {source.name: found}, source.name
     )

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float
 
-from semrl_jax.evaluation.samples import Sample, read_samples, write_samples
+from semrl_jax.evaluation.samples import Sample, read_samples
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import (
@@ -118,15 +118,16 @@ class ResultDirectory:
             )
         return found
 
-    def finish(
-        self, samples: Sequence[Sample], over_set: Mapping[str, Mapping[str, float]]
-    ) -> None:
-        """Writes the samples of all benchmarks, and metrics over them, and removes the parts."""
+    def finish(self, parts: Sequence[str], over_set: Mapping[str, Mapping[str, float]]) -> None:
+        """Adds the parts to samples.parquet, records metrics over sets, and removes the parts."""
         record = self._record()
         for name, values in over_set.items():
             record["benchmarks"][name]["over_set"] = dict(values)
         self._write_record(record)
-        write_samples(self.path / SAMPLES, samples)
+        if parts:
+            file = self.path / SAMPLES
+            earlier = [file] if file.exists() else []
+            response_files.join([*earlier, *map(self.part, parts)], file)
         shutil.rmtree(self.path / PARTS, ignore_errors=True)
 
     def over_set(self, benchmark: str) -> dict[str, float]:

@@ -22,6 +22,7 @@ from semrl_jax.support.run_directory import run_of, setting_of
 from semrl_jax.support.safe_files import replacing
 
 SHOWN = ("all", "correct", "incorrect", "changed")
+VERDICTS = ("correct", "wrong", "any")  # of a policy, in `verdicts`
 MAX_COLUMNS = 8  # policies next to each other
 MAX_ANSWER = 300  # characters
 DEFAULT_STRIDE = 40
@@ -105,7 +106,7 @@ def find_columns(
 
 def read_responses(file: pathlib.Path) -> dict[str, Response]:
     """The responses of a Parquet file by problem and sample; UserError if it lacks token ids."""
-    optional = "benchmark", "group_id", "sample_index", *Response._fields[2:]
+    optional = "benchmark", "group_id", "sample_index", "question", *Response._fields[2:]
     table = response_files.read(file, IDS, optional)
     found = {}
     for number, row in enumerate(table.to_pylist()):
@@ -114,6 +115,7 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
             continue
         problem, sample = row.get("group_id", number), row.get("sample_index", 0)
         name = f"{row.get('benchmark') or 'problem'} {problem}" + f" sample {sample}" * bool(sample)
+        row.setdefault("prompt", row.get("question"))
         found[name] = Response(
             np.asarray(row["prompt_ids"], np.int32),
             ids,
@@ -125,13 +127,28 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
 
 
 def chosen_problems(
-    columns: Sequence[Column], problems: Sequence[str], show: str, limit: int
+    columns: Sequence[Column],
+    problems: Sequence[str],
+    show: str,
+    limit: int,
+    *,
+    verdicts: Sequence[str] = (),
+    seed: int | None = None,
 ) -> list[str]:
-    """The first `limit` problems that all policies have and that fit `show`; UserError if none.
+    """At most `limit` problems that all policies have and that fit; UserError if none.
+
+    `show` and `verdicts`, one of VERDICTS for each policy, say which fit. With a `seed`, they are
+    drawn at random, and without, they are the first.
 
     A problem that has another reference in another column is another problem of the same name: the
     policies were evaluated on other data. Prompts may differ, since runs may have other templates.
     """
+    if verdicts and len(verdicts) != len(columns):
+        names = ", ".join(column.source.name for column in columns)
+        raise UserError(
+            f"--verdicts has {len(verdicts)} values for {len(columns)} policies; give one for each "
+            f"of {names}, in this order."
+        )
     common = [
         name
         for name, response in columns[0].responses.items()
@@ -152,6 +169,9 @@ def chosen_problems(
 
     def fits(name: str) -> bool:
         correct = [bool(column.responses[name].correct) for column in columns]
+        if any(v != "any" and (v == "correct") != is_correct
+               for v, is_correct in zip(verdicts, correct)):  # fmt: skip
+            return False
         return {
             "all": True,
             "correct": correct[-1],
@@ -159,10 +179,14 @@ def chosen_problems(
             "changed": len(set(correct)) > 1,
         }[show]
 
-    found = [name for name in problems or common if fits(name)][:limit]
+    found = [name for name in problems or common if fits(name)]
     if not found:
-        raise UserError(f"none of the {len(common)} problems fits --show={show}.")
-    return found
+        rule = f" and --verdicts={','.join(verdicts)}" if verdicts else ""
+        raise UserError(f"none of the {len(common)} problems fits --show={show}{rule}.")
+    if seed is not None and len(found) > limit:
+        drawn = np.random.default_rng(seed).choice(len(found), limit, replace=False)
+        found = [found[place] for place in sorted(drawn)]
+    return found[:limit]
 
 
 def write_view(

@@ -6,6 +6,7 @@ A reader gets them under these names from files of earlier releases too.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ COLUMNS = {
     ),
     "num_tokens": Column(WHOLE, "tokens that the policy sampled"),
     "mean_logprob": Column(NUMBER, "mean of their `rollout_logprobs`; NaN without one"),
-    "prompt_ids": Column(_per_token(pa.int32()), "token ids; not in `launch.evaluate`"),
+    "prompt_ids": Column(_per_token(pa.int32()), "token ids"),
     "response_ids": Column(_per_token(pa.int32()), "the same, with the end token"),
     "rollout_logprobs": Column(
         _per_token(pa.float32()),
@@ -136,7 +137,9 @@ OLD_NAMES = {
 }
 _OLD_VALID = "_valid"  # metrics/<label>_valid in runs: 0.0 where metrics/<label> is not valid
 _MAY_BE_NULL = ("extracted",)
-_WITH_TOKENS = "rollouts/ of a run and responses.parquet of launch.generate have token ids"
+_WITH_TOKENS = (
+    "rollouts/ of a run and what launch.evaluate and launch.generate write now have token ids"
+)
 
 
 def lengths_of_runs(mask: Sequence[bool] | np.ndarray) -> list[int]:
@@ -176,12 +179,18 @@ def write(file: pathlib.Path, table: pa.Table) -> None:
 
 
 def join(parts: Sequence[pathlib.Path], file: pathlib.Path) -> None:
-    """Joins files into one, with one in memory at a time; a column that one lacks is null there."""
-    schema = pa.unify_schemas([read(part).schema for part in parts])
+    """Joins files into one, a few rows at a time; a column that one lacks is null there."""
+    schema = pa.unify_schemas([_schema(part) for part in parts])
     with replacing(file) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
-        for part in parts:
-            tables = [schema.empty_table(), read(part)]
+        for table in itertools.chain.from_iterable(map(batches, parts)):
+            tables = [schema.empty_table(), table]
             writer.write_table(pa.concat_tables(tables, promote_options="default"))
+
+
+def _schema(file: pathlib.Path) -> pa.Schema:
+    """The columns and types of `batches`."""
+    source = ParquetFile(file)
+    return _checked(source.schema.empty_table(), _stored(file, source, (), None), (), file).schema
 
 
 def read(
@@ -244,7 +253,7 @@ def _checked(
 ) -> pa.Table:
     """The rows from number `first` on, with the names and types of COLUMNS."""
     table = table.select(list(stored.values())).rename_columns(list(stored))
-    _check_token_ids(table, file)
+    _check_token_ids(table, needed, file)
     kinds = {name: kind for name in stored if (kind := kind_of(name)) is not None}
     table = with_types(table, kinds, file)
     for name in needed:
@@ -260,14 +269,18 @@ def _checked(
     return table
 
 
-def _check_token_ids(table: pa.Table, file: pathlib.Path) -> None:
-    """Raises UserError if a row has no token ids; only those of a response may be empty."""
+def _check_token_ids(table: pa.Table, needed: Sequence[str], file: pathlib.Path) -> None:
+    """Raises UserError if a row has no token ids that are needed, or wrong ones.
+
+    Only those of a response may be empty.
+    """
     for name in IDS:
         if name not in table.column_names:
             continue
         column = table[name]
         is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        good = is_list and not column.null_count
+        good = is_list and not (name in needed and column.null_count)
+        column = column.drop_null()
         ids = pc.list_flatten(column) if good else column
         if good and len(ids):
             good = pa.types.is_integer(ids.type) and not ids.null_count

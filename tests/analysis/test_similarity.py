@@ -73,6 +73,11 @@ def test_divergences_by_hand():
     # With 1/2 each: (3/4, 1/4) and (1/4, 3/4), both ways 1/2 log 3.
     np.testing.assert_allclose(similarity.symmetric_kl(a, b, [1, 2]), math.log(3) / 2)
     np.testing.assert_allclose(similarity.count_entropy(Counter("aabb")), math.log(2))
+    # The five largest of the counts 4, 3, 2, 1, 1, 1.
+    expected = -np.mean(np.log(np.array([4, 3, 2, 1, 1]) / 12))
+    np.testing.assert_allclose(similarity.count_confidence(Counter("aaaabbbccdef")), expected)
+    np.testing.assert_allclose(similarity.count_confidence(Counter("aabb")), math.log(2))
+    assert math.isnan(similarity.count_confidence(Counter()))
     assert math.isnan(similarity.jensen_shannon(a, Counter()))
     assert math.isnan(similarity.count_entropy(Counter()))
 

@@ -84,7 +84,9 @@ def test_columns_of_another_type_are_named(tmp_path):
 def test_the_release_has_ten_and_twenty_eight_measures(measured):
     assert set(measured.responses) == {"group_id", "sample_index", *measures.RESPONSE_MEASURES}
     assert set(measured.prompts) == {"group_id", "num_responses", *measures.PROMPT_MEASURES}
-    own = {"count_entropy", "elliptical_novelty"}, {"log_determinant", "lidar"}
+    counts = {f"count_{kind}" for kind in ("entropy", "confidence")}
+    forms = {f"{name}_{form}" for name in counts for form in ("mean", "stacked")}
+    own = {*counts, "elliptical_novelty"}, {*forms, "log_determinant", "lidar"}
     assert len(measures.RESPONSE_MEASURES.keys() - own[0]) == 10
     assert len(measures.PROMPT_MEASURES.keys() - own[1]) == 28
 
@@ -116,6 +118,8 @@ def test_responses_have_their_measures(responses, measured):
             "token_entropy": np.mean(response.entropies),
             "confidence": np.mean(response.confidences),
             "length": len(rows),
+            "count_entropy": oracle.count_entropy([response.token_ids]),
+            "count_confidence": oracle.count_confidence([response.token_ids]),
         }
         for name, value in expected.items():
             # 1e-4: differences of ranks near 4.
@@ -142,6 +146,9 @@ def test_prompts_have_their_measures(responses, measured):
         "effective_rank_velocity_stacked": velocity,
         "effective_rank_acceleration_stacked": acceleration,
         "token_entropy_stacked": np.concatenate([r.entropies for r in group]).mean(),
+        "count_entropy_mean": np.mean([oracle.count_entropy([r.token_ids]) for r in group]),
+        "count_entropy_stacked": oracle.count_entropy([r.token_ids for r in group]),
+        "count_confidence_stacked": oracle.count_confidence([r.token_ids for r in group]),
         "length_total": 48,
         "length_mean": 12.0,
         "correct_mean": 0.5,

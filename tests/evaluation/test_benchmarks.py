@@ -94,6 +94,11 @@ ROWS = [
         problem("x?", "10-4 n", "calculus", "math"),
     ),
     (
+        "college_math",
+        {"question": "Is it?", "answer": "False."},
+        problem("Is it? (True or False)", "False.", "", "math"),
+    ),
+    (
         "gaokao2023en",
         {"source": "s", "question": "x?", "lang": "en", "answer": "$\\{x|x<1\\}$"},
         problem("x?", "\\{x|x<1\\}", "", "math"),

@@ -51,6 +51,15 @@ def samples_of(better):
     ]  # fmt: skip
 
 
+TEXTS = "So 1 + 1 = 2. We check: yes.", "So 1 + 2 = 3. We check again: yes.", ""
+
+
+def compared_samples(policy):
+    """Two samples of one problem; the second is the same for all, the third of the first only."""
+    texts = [TEXTS[policy], "Same text.", "Alone."][: 3 if policy == 0 else 2]
+    return [make_sample(0, s, response=text) for s, text in enumerate(texts)]
+
+
 def write(file, num_policies=1, samples_of=samples_of):
     policies = {f"policy {i}": samples_of(i) for i in range(num_policies)}
     options = ml_collections.ConfigDict({"k": (1,)})
@@ -162,3 +171,31 @@ def test_page_of_two_policies(tmp_path):
         ]  # fmt: skip
         left, right = run("all('.policies > div').map((d) => d.getBoundingClientRect().left)")
         assert left < right
+
+
+def test_words_that_differ_are_marked_and_hidden_by_a_click(tmp_path):
+    write(tmp_path / "page.html", num_policies=3, samples_of=compared_samples)
+    with open_page(tmp_path / "page.html", tmp_path / "profile") as browser:
+        run = browser.run
+        run(HELPERS)
+        run(
+            "const press = () => { all('td.detail > button')[0].click();"
+            "return new Promise((resolve) => setTimeout(resolve, 100)); }; 0"
+        )
+        marked = (
+            "all('.policies > div').map((d) => [...d.querySelectorAll('.differs')]"
+            ".map((word) => word.textContent))"
+        )
+        run("all('#problems tr.problem')[0].click()")
+        run("press()")  # opens the first responses, too
+        assert run("all('details[open]').length") == 3
+        assert run(marked) == [["1", "2.", "check:"], ["2", "3.", "check", "again:"], []]
+        assert run("all('details pre').map((pre) => pre.textContent)") == [*TEXTS]
+        run("all('details').forEach((details) => { details.open = true; })")
+        run("new Promise((resolve) => setTimeout(resolve, 100))")
+        assert run(marked)[0] == ["1", "2.", "check:"]  # the others are equal, or alone
+        run("press()")
+        assert run(marked) == [[], [], []] and run("all('details[open]').length") == 7
+        assert run("all('td.detail > button')[0].textContent") == "show the words that differ"
+        assert run("differing('a b a', 'a')") == [[2, 3], [4, 5]]  # both ends are equal, once
+        assert run("differing('a '.repeat(4e3), 'b '.repeat(4e3))") is None

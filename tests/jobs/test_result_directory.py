@@ -6,17 +6,21 @@ import json
 
 import ml_collections
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from semrl_jax.data import PromptExample
 from semrl_jax.evaluation.evaluator import Benchmark
 from semrl_jax.evaluation.protocols import Plan
-from semrl_jax.evaluation.samples import table_of, write_samples
+from semrl_jax.evaluation.samples import not_sampled, sampled, table_of, write_samples
 from semrl_jax.evaluation.scores import pass_at_k
-from semrl_jax.jobs import result_directory
+from semrl_jax.jobs import result_directory, view
 from semrl_jax.jobs.evaluate import Call, _check_complete, _write_array
 from semrl_jax.jobs.result_directory import RECORD, Part, open_results
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from tests.evaluation.making import make_sample
+from tests.fixtures import make_scored
 
 SAMPLES = [make_sample(0, 0, True, benchmark="sums", mean_logprob=-1.0)]
 
@@ -50,6 +54,37 @@ def test_the_samples_of_another_evaluation_are_refused(directory):
     write_samples(directory.path / "samples.parquet", [SAMPLES[0]._replace(benchmark="other")])
     with pytest.raises(UserError, match=r"has 'other', which .*evaluation\.json does not know"):
         directory.finished()
+
+
+def part_of(*responses):
+    """A part with responses to one problem, and a problem that was not sampled."""
+    prompt = PromptExample("Q: 1", np.array([3], np.int32), "7", "sums", 0)
+    scored = Scored([make_scored(i, response=text) for i, text in enumerate(responses)])
+    samples = sampled(scored, {0: (0, prompt)}, 0, str)
+    return Part(table_of([*samples, *not_sampled(prompt, 1, 1)]))
+
+
+def test_token_ids_of_finished_parts_are_kept_and_read_by_the_viewer(directory):
+    samples = directory.path / "samples.parquet"
+    directory.write_part("first", part_of("a", "b"))
+    directory.finish(["first"], {})
+    found = view.read_responses(samples)
+    assert list(found) == ["sums 0", "sums 0 sample 1"]
+    assert found["sums 0"].prompt == "Q: 1"
+    kept = [response.response_ids.tolist() for response in found.values()]
+    assert kept == [make_scored(i).rollout.response_ids.tolist() for i in range(2)]
+    # A file of an earlier release is continued. Its rows have no token ids.
+    names = ["prompt_ids", "response_ids"]
+    pq.write_table(pq.read_table(samples).drop_columns(names), samples)
+    for part in ("second", "third"):
+        directory.write_part(part, part_of(part))
+        directory.finish([part], {})
+    table = pq.read_table(samples)
+    assert table["response"].to_pylist() == ["a", "b", "", "second", "", "third", ""]
+    assert [ids is not None for ids in table["prompt_ids"].to_pylist()] == [False] * 3 + [True] * 4
+    assert len(directory.finished()["sums"]) == 7
+    with pytest.raises(UserError, match="the column prompt_ids has a row without token ids"):
+        view.read_responses(samples)
 
 
 def test_a_damaged_part_names_the_file_to_remove(directory):

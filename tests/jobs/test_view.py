@@ -45,14 +45,28 @@ def column(correct, name="policy"):
 def test_problems_are_chosen_by_verdict_and_name():
     columns = [column([True, False, False]), column([True, True, False, True])]
 
-    def chosen(problems=(), show="all", limit=9):
-        return [int(name[-1]) for name in view.chosen_problems(columns, problems, show, limit)]
+    def chosen(problems=(), show="all", limit=9, **options):
+        names = view.chosen_problems(columns, problems, show, limit, **options)
+        return [int(name[-1]) for name in names]
 
     assert chosen() == [0, 1, 2]
     assert chosen(limit=1) == [0]
     assert chosen(show="changed") == [1]
     assert (chosen(show="correct"), chosen(show="incorrect")) == ([0, 1], [2])
     assert chosen(("problem 2", "problem 0")) == [2, 0]
+    assert chosen(verdicts=("wrong", "correct")) == [1]
+    assert (chosen(verdicts=("any", "correct")), chosen(verdicts=("wrong", "any"))) == (
+        [0, 1],
+        [1, 2],
+    )
+    drawn = {tuple(chosen(limit=2, seed=seed)) for seed in range(20)}
+    assert drawn == {(0, 1), (0, 2), (1, 2)} and chosen(limit=2, seed=3) == chosen(limit=2, seed=3)
+    with pytest.raises(UserError, match=r"fits --show=all and --verdicts=correct,wrong\."):
+        chosen(verdicts=("correct", "wrong"))
+    with pytest.raises(
+        UserError, match=r"--verdicts has 1 values for 2 policies; give one .* of po"
+    ):
+        chosen(verdicts=("any",))
     with pytest.raises(UserError, match=r"--problem='problem 3' is not there; problems are"):
         chosen(("problem 3",))
     with pytest.raises(UserError, match="none of the 3 problems fits --show=changed"):

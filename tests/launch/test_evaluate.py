@@ -152,6 +152,13 @@ def test_greedy_accuracy_of_steps_is_that_in_the_log_of_the_run(trained, tmp_pat
         assert found["pass@1"] == row["eval/arithmetic/greedy_accuracy"]
         assert found["responses/mean_length"] == row["eval/arithmetic/mean_length"]
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    table = (output / "eval_results.csv").read_text()
+    places = [line.split(",")[:3] for line in table.splitlines()[1:]]
+    assert places == [["tiny", str(step), "arithmetic"] for step in range(3)]
+    collected = shutil.copytree(output, tmp_path / "collected")
+    done = succeed("launch.report", collected)
+    assert done.stdout == f"done: wrote {collected}/eval_results.csv and {collected}/report.html\n"
+    assert (collected / "eval_results.csv").read_text() == table
 
 
 @pytest.mark.soak

@@ -80,3 +80,21 @@ def orders(values):
         float(np.mean(deltas)) if deltas else None,
         float(np.mean(rises)) if rises else None,
     )
+
+
+def count_frequencies(sequences, vocab_size=16):
+    """Relative frequency of every token id, as the release has it, in sequences taken together."""
+    counts = np.zeros(vocab_size)
+    for sequence in sequences:
+        for token_id in sequence:
+            counts[token_id] += 1
+    return counts / counts.sum()
+
+
+def count_entropy(sequences):
+    return -sum(p * np.log(p) for p in count_frequencies(sequences) if p > 0)
+
+
+def count_confidence(sequences):
+    largest = np.sort(count_frequencies(sequences))[::-1][:5]
+    return -float(np.mean([np.log(p) for p in largest if p > 0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -248,11 +249,24 @@ FIGURES = {
     "mean_length": ("Mean length", "tokens"),
     "mean_length_correct": ("Mean length of correct responses", "tokens"),
     "mean_length_incorrect": ("Mean length of incorrect responses", "tokens"),
+    "mean_length_wrong": ("Mean length of wrong responses", "tokens"),
+    "mean_length_finished": ("Mean length of responses that end", "tokens"),
     "finished_fraction": ("Responses that end", "share"),
+    "truncated_fraction": ("Truncated responses", "share"),
     "boxed_fraction": ("Boxed responses", "share"),
+    "empty_fraction": ("Responses without an answer", "share"),
+    "repeated_ngrams": ("Repeated 4-grams", "share"),
+    "loop_fraction": ("Responses that end in a loop", "share"),
+    "reflection_fraction": ("Responses with words of reflection", "share"),
+    "reflection_words": ("Words of reflection", "per response"),
+    "mean_turns": ("Turns of an episode", "turns"),
     "loss": ("Held-out loss", "nats"),
 }
 UNPLOTTED = {"num_problems"}
+# Benchmark and figure of a key; the names of some figures have a slash.
+_EVALUATED = re.compile(
+    r"eval/(.+?)/(?:responses/)?((?:accuracy|best@\d+|lowest@\d+)/.+|[^/]+)", re.DOTALL
+)
 
 
 def panels_of(keys: Iterable[str]) -> list[Panel]:
@@ -263,8 +277,8 @@ def panels_of(keys: Iterable[str]) -> list[Panel]:
     benchmarks: dict[str, dict[str, str]] = {}
     metrics: dict[str, dict[str, str]] = {}
     for key in sorted(present):
-        if key.startswith("eval/") and "/metrics/" not in key:
-            benchmark, _, figure = key.removeprefix("eval/").rpartition("/")
+        if "/metrics/" not in key and (parts := _EVALUATED.fullmatch(key)):
+            benchmark, figure = parts.groups()
             if not key.endswith(STDERR) and figure not in UNPLOTTED:
                 benchmarks.setdefault(figure, {})[key] = shortened(benchmark, MAX_LABEL)
         metric, _, kind = key.removeprefix("metrics/").rpartition("/")

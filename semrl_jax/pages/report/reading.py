@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from configs.default import get_config
 from semrl_jax.pages.html import rounded
+from semrl_jax.pages.report.evaluations import Evaluated, find_evaluated, rows_of
 from semrl_jax.pages.report.panels import OF_SAMPLING, OTHER, STAGES
 from semrl_jax.settings.moved import with_present_names
 from semrl_jax.settings.rules import flatten
@@ -39,10 +40,12 @@ class RunLog(NamedTuple):
     name: str  # of the run on the page; no two runs have the same
     path: pathlib.Path
     record: dict[str, Any]  # `config.json`
-    rows: list[dict[str, Any]]  # of `metrics.jsonl`
+    rows: list[dict[str, Any]]  # of `metrics.jsonl`, or of `evaluated`
     # Rows of `starts.jsonl`, one per attempt; [] for a run that is older than this file
     starts: list[dict[str, Any]]
     num_left_out: int = 0  # lines of `metrics.jsonl` from the first damaged one on
+    # Results of launch.evaluate; such a log is of no directory, and its path only names it
+    evaluated: Sequence[Evaluated] = ()
 
     def damage(self) -> list[str]:
         """What of the log cannot be read, in at most one sentence."""
@@ -60,26 +63,45 @@ class RunLog(NamedTuple):
 
 
 def read_runs(paths: Sequence[pathlib.Path], *, may_be_empty: bool = False) -> list[RunLog]:
-    """Reads the logs of runs; UserError if one is no run, named twice, or has no row yet."""
+    """Reads the logs of runs; UserError if one is no run, named twice, or has no row yet.
+
+    A directory of results of `launch.evaluate` has a log for each run that was evaluated.
+    """
     paths = [path.absolute() for path in paths]
     if len(set(paths)) < len(paths):
         raise UserError("a run is named twice; name each run once.")
-    runs = []
-    for name, path in zip(distinct_names(paths), paths):
-        try:
-            record = read_json_object(path / "config.json")
-        except (FileNotFoundError, NotADirectoryError):
-            record = {}
-        if not isinstance(record.get("run_id"), str) or not isinstance(record.get("config"), dict):
-            raise UserError(f"{path} is no run; name --workdir of launch.train or launch.sft.")
-        rows, num_left_out = read_log(path / "metrics.jsonl")
-        if not rows and num_left_out:
-            raise UserError(f"{path / 'metrics.jsonl'}: line 1 is damaged, so there is no log.")
-        if not rows and not may_be_empty:
-            raise UserError(f"{path} has no log yet; wait, or follow the run with --serve.")
-        starts = [_shown_start(start) for start in read_rows(path / STARTS)]
-        runs.append(RunLog(name, path, record, rows, starts, num_left_out))
-    return runs
+    runs = [run for path in paths for run in _read(path, may_be_empty)]
+    names = distinct_names([run.path for run in runs])
+    return [run._replace(name=name) for name, run in zip(names, runs)]
+
+
+def _read(path: pathlib.Path, may_be_empty: bool) -> list[RunLog]:
+    """The log of a run, or the logs of results, without names."""
+    try:
+        record = read_json_object(path / "config.json")
+    except (FileNotFoundError, NotADirectoryError):
+        record = {}
+    if not isinstance(record.get("run_id"), str) or not isinstance(record.get("config"), dict):
+        by_run: dict[str, list[Evaluated]] = {}
+        for one in find_evaluated(path):
+            by_run.setdefault(one.run, []).append(one)
+        if not by_run:
+            raise UserError(
+                f"{path} is no run; name --workdir of launch.train or launch.sft, or --output of "
+                "launch.evaluate."
+            )
+        return [
+            RunLog("", path / run, {"run_id": run, "config": {"policy": run}}, rows_of(found), [],
+                   evaluated=found)
+            for run, found in by_run.items()
+        ]  # fmt: skip
+    rows, num_left_out = read_log(path / "metrics.jsonl")
+    if not rows and num_left_out:
+        raise UserError(f"{path / 'metrics.jsonl'}: line 1 is damaged, so there is no log.")
+    if not rows and not may_be_empty:
+        raise UserError(f"{path} has no log yet; wait, or follow the run with --serve.")
+    starts = [_shown_start(start) for start in read_rows(path / STARTS)]
+    return [RunLog("", path, record, rows, starts, num_left_out)]
 
 
 def _shown_start(start: Row) -> dict[str, Any]:
@@ -185,9 +207,12 @@ def settings_table(runs: Sequence[RunLog]) -> list[list[Any]]:
     """Field, default, and the value in each run, as JSON texts; None where a run lacks it."""
     default = flatten(jsonable(get_config().to_dict()))
     of_runs = [run.settings for run in runs]
-    fields = sorted({field for settings in (default, *of_runs) for field in settings})
+    fields = {field for settings in of_runs for field in settings}
+    if fields & default.keys():  # those of results have none
+        fields |= default.keys()
     return [
-        [field, *(_text(settings, field) for settings in (default, *of_runs))] for field in fields
+        [field, *(_text(settings, field) for settings in (default, *of_runs))]
+        for field in sorted(fields)
     ]
 
 

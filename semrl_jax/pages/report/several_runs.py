@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from semrl_jax.pages.report.evaluations import write_table
 from semrl_jax.pages.report.reading import RunLog
 from semrl_jax.pages.report.recorded_responses import recorded, spread
 from semrl_jax.support import response_files
@@ -85,7 +86,14 @@ def _accuracies(file: pathlib.Path) -> dict[Problem, float]:
 
 
 def write_csv(file: pathlib.Path, runs: Sequence[RunLog]) -> None:
-    """Writes all rows of all runs: `run`, `step`, then every key; empty where it was not logged."""
+    """Writes all rows of all runs: `run`, `step`, then every key; empty where it was not logged.
+
+    Results of evaluations have the columns of `write_table`; UserError if runs are among them.
+    """
+    if any(run.evaluated for run in runs):
+        if training := [run.name for run in runs if not run.evaluated]:
+            raise UserError(f"--csv takes runs or results, not both; leave out {training[0]}.")
+        return write_table(file, [one for run in runs for one in run.evaluated])
     keys = sorted({key for run in runs for row in run.rows for key in row} - {"step"})
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
