@@ -29,7 +29,7 @@ from semrl_jax.runs.trackers import open_trackers
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.support.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.support.cores import usable_cores
-from semrl_jax.support.rows import append_start
+from semrl_jax.support.rows import STARTS, append_start
 from semrl_jax.support.safe_files import replacing
 from semrl_jax.training.loop import StepResult
 from semrl_jax.training.train_state import TrainState
@@ -56,7 +56,8 @@ class Run:
             path, run_id, warn = self.workdir.path, self.workdir.run_id, self.reporter.notice
             keep_damaged_log(path, warn)
             trackers = open_trackers(self.config, path, run_id, warn)
-            self._writer = MetricWriter(path, first_step, trackers)
+            is_first = not (path / STARTS).exists()
+            self._writer = MetricWriter(path, first_step, trackers, is_first=is_first)
             append_start(path, self._start(first_step))
 
     def end_rows(self) -> None:

@@ -327,8 +327,8 @@ def _fine_tune(
     except NonFiniteUpdates as error:
         file = run.keep_minibatch(error.minibatch.named())
         raise RuntimeError(
-            f"{error}; the last batch is in {file}. Lower sft.learning_rate, or resume from an "
-            "earlier checkpoint."
+            f"{error}; the last batch is in {file}. Lower sft.learning_rate, or continue "
+            "from an earlier checkpoint (training.resume_from)."
         ) from None
     finally:
         run.end_rows()

@@ -125,6 +125,7 @@ COUNTERPARTS = {
     "reward_manager.weights_exploit": ("shaping.exploit_weights", tuple),
     "trainer.except_save": ("checkpoints.extra_steps", tuple),
     "trainer.remove_previous_ckpt": ("checkpoints.keep_every", only(False, 40)),
+    "trainer.resume_from_path": ("training.resume_from", only(False, "")),
     "trainer.save_freq": ("checkpoints.every_steps", same),
     "trainer.test_freq": ("evaluation.every_steps", same),
     "trainer.total_training_steps": ("training.num_steps", lambda steps: steps - 1),  # D23
@@ -223,7 +224,7 @@ NONE = {
     "trainer.project_name": "--workdir",
     "trainer.remove_clip": "off: the advantage of truncated responses is kept",
     "trainer.repetition_metric_config.": "of its analysis mode",
-    "trainer.resume_": "the same command resumes",
+    "trainer.resume_mode": "the same command resumes",
     "trainer.total_epochs": "training.num_steps ends the run first",
     "trainer.val_before_train": "always, with evaluation.every_steps above 0",
     "trainer.val_only": "off",

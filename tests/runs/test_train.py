@@ -174,6 +174,17 @@ def test_a_run_from_another_begins_with_its_weights(warm_run, tmp_path, rewarded
 
 
 @pytest.mark.slow
+def test_a_run_from_a_checkpoint_with_all_its_state_continues_it(warm_run, tmp_path, rewarded):
+    config, fork = warm_config(), tmp_path / "fork"
+    config.training.resume_from = str(warm_run / "checkpoints" / "2")
+    assert train(config, str(fork)) == 0
+    assert_same(final_params(fork, 3), final_params(warm_run, 3))
+    assert stable(read_rows(fork)) == stable(read_rows(warm_run))
+    for file in (warm_run / "rollouts").iterdir():
+        assert (fork / "rollouts" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.slow
 def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
     warm_run, tmp_path, rewarded, capsys
 ):
