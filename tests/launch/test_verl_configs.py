@@ -249,7 +249,7 @@ OURS_ALONE = {
     "rollout.min_p": "0: off", "evaluation.k": "of other scores",
     "evaluation.responses_per_call": "of another command",
     "evaluation.reward_model": "of another command",
-    "evaluation.held_out": "files alone",
+    "evaluation.held_out": "files alone", "evaluation.subset_seed": "all problems",
     "evaluation.verifier": "that of the rewards", "evaluation.metric_options.": "follow metrics",
     "evaluation.scores": "greedy, as there", "evaluation.benchmarks": "files alone",
     "evaluation.data_dir": "files alone", "evaluation.shots": "zero-shot",
