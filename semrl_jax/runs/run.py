@@ -27,6 +27,7 @@ from semrl_jax.runs.records import (
 )
 from semrl_jax.runs.trackers import open_trackers
 from semrl_jax.runs.workdir import Workdir
+from semrl_jax.support.chips import peak_flops
 from semrl_jax.support.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.support.cores import usable_cores
 from semrl_jax.support.rows import STARTS, append_start
@@ -151,7 +152,12 @@ def _rates(result: StepResult) -> dict[str, float]:
     num_sampled = result.scalars.get("rollout/num_sampled_tokens", num_tokens)
     seconds = result.clock.seconds
     trained_s = sum(map(seconds, ("old_logprobs", "ref_logprobs", "values", "update")))
-    return {
+    peak = peak_flops(jax.devices()[0].device_kind)
+    utilization = {}
+    if peak is not None:
+        available = trained_s * jax.device_count() * peak
+        utilization["policy/mfu"] = result.scalars["policy/flops"] / available
+    return utilization | {
         # Rate of the replicas. If they sample during an update, the trainer waits for less time.
         "rollout/tokens_per_s": num_sampled
         / result.scalars.get("time/sample_ahead_s", seconds("sample")),

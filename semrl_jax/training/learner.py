@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,8 @@ from semrl_jax import models
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.models.peft import num_parameters
+from semrl_jax.models.products import Products
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_earlier, weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
@@ -34,6 +36,7 @@ from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.train_state import POLICY, TrainState
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
+from semrl_jax.training.work import batch_products
 from semrl_jax.types import Rollout, RolloutBatch
 
 MINIBATCHES = 0x3B47  # last in its seed: apart from every stream of fewer numbers
@@ -209,7 +212,37 @@ class Learner:
             history.append(scalars)
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
         logprobs = outputs.get(POLICY) if len(history) == 1 else None
+        means["policy/flops"] = self.flops(batch, passes, {each.name for each in trainees})
         return state, means | rates, None if logprobs is None else np.asarray(logprobs)
+
+    def flops(self, batch: RolloutBatch, passes: ForwardPasses, updated: Collection[str]) -> float:
+        """Floating point operations of a step, of all devices: its passes, and the update.
+
+        With N weights in kernels, D tokens (prompts included) and S = 2 D N + attention + head for
+        a pass forward: the policy's pass before the update S, the reference S, and each of
+        `ppo_epochs` passes of the update 3 S, plus S if it computes the reference. With adapters,
+        the gradient of the base is left out, as in `Products.training`. A critic has no head: S for
+        the values, and 3 S for its update. What is computed twice, such as with `model.remat`, does
+        not count; nor do passes for the log and the reward model, whose times are apart.
+
+        Source: PaLM, arXiv:2204.02311, appendix B, which counts attention over all pairs of tokens
+        and the head for all tokens. Here only the past is attended to, and responses have logits.
+        """
+        plan, epochs = self.plan, self.config.training.ppo_epochs
+
+        def forward(architecture: models.DecoderConfig, *, head: bool) -> Products:
+            adapters = 0 if self.lora is None else num_parameters(architecture, self.lora)
+            return batch_products(architecture, batch, num_adapters=adapters, head=head)
+
+        own = forward(self.policy.config, head=True)
+        reference = (plan.reference == PASS) + epochs * (plan.reference == UPDATE)
+        found = (passes.old is not None) * own.forward + reference * (own.forward - own.adapters)
+        if POLICY in updated:
+            found += epochs * own.training
+        if self.critic is not None:
+            critic = forward(self.critic.model.config, head=False)
+            found += (passes.values is not None) * critic.forward + epochs * critic.training
+        return float(found)
 
     def _minibatches(self, num_rows: int, size: int, step: int) -> Iterator[Any]:
         """The rows of each mini-batch: in order, and in later passes with other whole groups."""
