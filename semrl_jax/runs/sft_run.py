@@ -266,6 +266,8 @@ def open_fine_tuning(
         max_skipped_updates=config.training.max_skipped_updates,
         peers=peers,
         base=base,
+        dropout=0.0 if lora is None else lora.dropout,
+        seed=config.seed,
     )
     checkpoints = Checkpoints(
         workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers,

@@ -35,7 +35,7 @@ from semrl_jax.training.policy_update import PolicyLoss, TokenPass, batch_logpro
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.train_state import POLICY, TrainState
-from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
+from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all, update_number
 from semrl_jax.training.work import batch_products
 from semrl_jax.types import Rollout, RolloutBatch
 
@@ -89,14 +89,16 @@ class Learner:
         """The models that an update trains, in this order."""
         config, plan, critic = self.config, self.plan, self.critic
         importance = plan.importance if plan.corrects == UPDATE else ()
-        loss = PolicyLoss(self.policy, config.rollout.temperature, self.algorithm, importance)
+        dropout = 0.0 if self.lora is None else self.lora.dropout
+        temperature = config.rollout.temperature
+        loss = PolicyLoss(self.policy, temperature, self.algorithm, importance, dropout)
         # With adapters, the base is the reference: it is one argument of the program, not two.
         takes_reference = plan.reference == UPDATE and self.base is None
         frozen = Frozen(self.base, self.reference if takes_reference else None)
         policy = Trainee(POLICY, self.optimizer, loss, frozen, plan.warmup_steps)
         if critic is None:
             return (policy,)
-        loss, frozen = CriticLoss(critic.model, self.algorithm), Frozen(critic.base)
+        loss, frozen = CriticLoss(critic.model, self.algorithm, dropout), Frozen(critic.base)
         # In one program, which repeats the numbers of earlier versions.
         return policy, Trainee("critic", critic.optimizer, loss, frozen, in_parts=False)
 
@@ -203,15 +205,18 @@ class Learner:
             batch, **given._asdict(), advantages=credit.advantages, returns=credit.returns
         )
         history = []
-        for rows in self._minibatches(len(batch.token_ids), size, int(state.step)):
+        seed, step = self.config.seed, int(state.step)
+        for number, rows in enumerate(self._minibatches(len(batch.token_ids), size, step)):
             minibatch = jax.tree.map(lambda leaf: leaf[rows], whole)  # noqa: B023
+            if self.lora is not None and self.lora.dropout:
+                minibatch = minibatch._replace(dropout=update_number(seed, step, number))
             with self.peers.phase("update"), self.device_lock:
                 state, scalars, outputs = update_all(
                     trainees, state, minibatch, self._rows, training.max_skipped_updates
                 )
             history.append(scalars)
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
-        logprobs = outputs.get(POLICY) if len(history) == 1 else None
+        logprobs = None if self.plan.update_differs else outputs.get(POLICY)
         means["policy/flops"] = self.flops(batch, passes, {each.name for each in trainees})
         return state, means | rates, None if logprobs is None else np.asarray(logprobs)
 

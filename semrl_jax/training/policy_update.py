@@ -23,6 +23,7 @@ from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.algorithms.credit import Options
 from semrl_jax.models import Params, Policy, ValueModel, adapted, replicated
 from semrl_jax.models.hosts import own_rows
+from semrl_jax.models.lora import Dropout
 from semrl_jax.support.programs import Part, compiled_once, parts_of, side_by_side, total
 from semrl_jax.training.micro_batches import over_micro_batches
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values, to_batch
@@ -112,16 +113,19 @@ def to_slots(
 
 
 def response_states(
-    params: Params, rows: TokenRows, model: Policy | ValueModel
+    params: Params, rows: TokenRows, model: Policy | ValueModel, dropout: float = 0.0
 ) -> Float[Array, "R U D"]:
     """Final states in the compute dtype of one micro-batch: those that produced its responses."""
-    states = model.final_states(params, rows.token_ids, rows.positions, rows.segment_ids)
+    masks = Dropout(dropout, *rows.dropout) if dropout and rows.dropout else None
+    states = model.final_states(params, rows.token_ids, rows.positions, rows.segment_ids, masks)
     return model.states_at(states, rows.sources)
 
 
-def _response_pass(params: Params, rows: TokenRows, policy: Policy, temperature: float) -> RowPass:
+def _response_pass(
+    params: Params, rows: TokenRows, policy: Policy, temperature: float, dropout: float = 0.0
+) -> RowPass:
     """All values of one micro-batch."""
-    states = response_states(params, rows, policy)
+    states = response_states(params, rows, policy, dropout)
     found = policy.token_logprobs(params, states, rows.response_ids, temperature=temperature)
     return RowPass(*found, states)
 
@@ -166,10 +170,12 @@ class PolicyLoss:
     # Options of `importance_weights`, of a level by token, to multiply the advantages by these
     # weights here, from this step's own forward pass. Empty: they are what they are.
     importance: Options = ()
+    dropout: float = 0.0  # of the inputs of adapters, in the policy's pass alone
 
     def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
         rows = batch.rows
-        layout = lay_out(rows, plan, self.model.attention_columns)
+        dropout = batch.dropout if self.dropout else None
+        layout = lay_out(rows, plan, self.model.attention_columns, dropout)
         rollout_logprobs = rows.rollout_logprobs if self.importance else None
         values = to_slots(
             (batch.old_logprobs, batch.ref_logprobs, rollout_logprobs, batch.advantages),
@@ -188,7 +194,7 @@ class PolicyLoss:
         of_responses = functools.partial(
             _response_pass, rows=rows, policy=self.model, temperature=self.temperature
         )
-        logprobs, entropy, _ = of_responses(adapted(params, frozen.base))
+        logprobs, entropy, _ = of_responses(adapted(params, frozen.base), dropout=self.dropout)
         before = jax.lax.stop_gradient(logprobs)
         if needs.old_logprobs and values.old_logprobs is None:
             values = values._replace(old_logprobs=before)
