@@ -307,7 +307,7 @@ OURS_ALONE = {
     "training.learning_rate_final_fraction": "of another schedule",
     "critic.learning_rate_final_fraction": "of another schedule",
     "checkpoints.keep": "beside those that keep_every keeps",
-    "checkpoints.copy_to": "files alone",
+    "checkpoints.copy_to": "files alone", "checkpoints.export": "none",
     "logging.": "files in the run directory",
     "profile.": "files in the run directory",
 }  # fmt: skip

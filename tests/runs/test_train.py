@@ -59,7 +59,7 @@ def warm_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "group_rewards", scores_by_length)
         config = warm_config()
-        config.training.export = "bfloat16"  # changes nothing else
+        config.training.export = config.checkpoints.export = "bfloat16"  # changes nothing else
         assert train(config, str(workdir)) == 0
     return workdir
 
@@ -134,6 +134,9 @@ def _table(text):
 def test_the_model_is_written_at_the_end(warm_run):
     directory = warm_run / "model"
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+    for file in directory.iterdir():
+        same = warm_run / "checkpoints" / "3" / "model" / file.name
+        assert same.read_bytes() == file.read_bytes(), file.name
     exported = models.load_params(directory, models.load_config(directory))
     expected = jax.tree.map(lambda x: x.astype("bfloat16"), final_params(warm_run, 3))
     assert_same(exported, jax.tree.map(lambda x: x.astype("float32"), expected))
