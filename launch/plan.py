@@ -51,7 +51,7 @@ def main() -> int:
     config = cli.checked_config(CONFIG)
     from semrl_jax.planning import estimate, report
     from semrl_jax.planning import plan as planning
-    from semrl_jax.planning.chips import Cluster
+    from semrl_jax.support.chips import Cluster
 
     where, architecture = planning.check(config, TOPOLOGY.value, compiles=not ESTIMATE.value)
     if ESTIMATE.value or REPLICA_NODES.value or isinstance(where, Cluster):

@@ -17,7 +17,7 @@ from semrl_jax.types import Rollout
 from tests.tiny import tiny_config
 
 # Keys whose values differ between two runs of one config.
-VOLATILE = ("time/", "_per_s")
+VOLATILE = ("time/", "_per_s", "policy/mfu")
 
 
 def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> ScoredRollout:

@@ -39,6 +39,7 @@ def load_prompts(
     keep_long: bool = False,
     skip_bad_rows: bool = False,
     num_rows: int = 0,
+    rows_seed: int | None = None,
     data_source: str = "",
     field_prefix: str = "data.",
     report: Callable[[str], object] = lambda line: None,
@@ -53,7 +54,9 @@ def load_prompts(
       keep_long: prompts above the limit are kept, for benchmarks, whose size must not change,
         instead of left out. They are counted either way.
       skip_bad_rows: leave bad rows out and count them, instead of raising.
-      num_rows: maximum number of rows to read over all files, bad ones included; 0 reads all.
+      num_rows: maximum number of rows to take over all files, bad ones included; 0 takes all.
+      rows_seed: chooses these rows at random, in their order; those of a smaller number are among
+        them. None: the first ones, and no others are read.
       data_source: replaces the data source of every row; "" does not.
       field_prefix: stands before "template" in error messages.
       report: gets a line for the first bad rows and kept long prompts, totals, and the progress.
@@ -76,7 +79,9 @@ def load_prompts(
     )
     prefix = special_prefix(tokenizer, template, add_special_tokens)
     bad_rows = BadRows(skip_bad_rows, report)
-    rows = itertools.islice(rows_of_files(files, reader, bad_rows), num_rows or None)
+    rows = rows_of_files(files, reader, bad_rows)
+    if num_rows:
+        rows = _taken(rows, num_rows, rows_seed)
     examples: list[PromptExample] = []
     long_lengths: list[int] = []
     num_read = 0
@@ -125,6 +130,15 @@ def load_prompts(
             f"{max_prompt_tokens} tokens and {'count as wrong' if keep_long else 'are left out'}."
         )
     return PromptDataset(tuple(examples), num_long, num_bad)
+
+
+def _taken(rows: PlacedRows, count: int, seed: int | None) -> PlacedRows:
+    """The first rows, or with a seed a random choice in their order."""
+    if seed is None:
+        return itertools.islice(rows, count)
+    everything = list(rows)
+    order = np.random.default_rng(seed).permutation(len(everything))
+    return (everything[index] for index in sorted(order[:count].tolist()))
 
 
 def _example(

@@ -98,9 +98,9 @@ def _of_file(
             f"{benchmark.size}{note}."
         )
     elif limit < benchmark.size:
-        report(
-            f"benchmark {entry.name}: its first {limit} problems; published are {benchmark.size}."
-        )
+        is_random = config.evaluation.subset_seed >= 0
+        chosen = f"{limit} random" if is_random else f"its first {limit}"
+        report(f"benchmark {entry.name}: {chosen} problems; published are {benchmark.size}.")
     return problems
 
 

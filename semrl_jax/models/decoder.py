@@ -26,7 +26,7 @@ from semrl_jax.models.attention import (
 )
 from semrl_jax.models.decoder_config import DecoderConfig, Experts, RopeScaling
 from semrl_jax.models.experts import Kernels, mixture
-from semrl_jax.models.lora import A, AdaptedLinear, B
+from semrl_jax.models.lora import A, AdaptedLinear, B, Dropout
 from semrl_jax.models.sharding import (
     constrain,
     gather_kernel,
@@ -210,7 +210,8 @@ class DecoderLayer(nnx.Module):
             return AdaptedLinear(
                 num_in, num_out, use_bias=bias, dtype=dtype, param_dtype=jnp.float32,
                 kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
-                dot_general=product("kernel"), of_a=product(A), of_b=product(B), rngs=rngs,
+                dot_general=product("kernel"), module=name, of_a=product(A), of_b=product(B),
+                rngs=rngs,
             )  # fmt: skip
 
         has_bias = config.declared.attention_bias
@@ -239,13 +240,17 @@ class DecoderLayer(nnx.Module):
             self.expert_down = ExpertKernels(experts, experts.intermediate_size, hidden, rngs)
 
     def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], window: Int[Array, ""] | None
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        window: Int[Array, ""] | None,
+        dropout: Dropout | None = None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of normed inputs, positions applied."""
         normed = self.attention_norm(x)
 
         def of(linear, num_heads):
-            heads = linear(normed).reshape(*x.shape[:2], num_heads, -1)
+            heads = linear(normed, dropout).reshape(*x.shape[:2], num_heads, -1)
             return constrain(heads, "heads", self.mesh)
 
         query = of(self.query, self.config.num_heads)
@@ -259,17 +264,22 @@ class DecoderLayer(nnx.Module):
         return rotary(query, positions, frequencies), rotary(key, positions, frequencies), value
 
     def residual(
-        self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
+        self,
+        x: Float[Array, "B T D"],
+        attended: Float[Array, "B T N H"],
+        dropout: Dropout | None = None,
     ) -> Float[Array, "B T D"]:
         """Adds the attention output, then the feed-forward output."""
         attended = constrain(attended, "heads", self.mesh).reshape(*x.shape[:2], -1)
         post_norms = self.config.declared.post_norms
-        attended = constrain(self.output(attended), "states", self.mesh)
+        attended = constrain(self.output(attended, dropout), "states", self.mesh)
         x = x + (self.attention_post_norm(attended) if post_norms else attended)
-        added = self._feed_forward(self.mlp_norm(x))
+        added = self._feed_forward(self.mlp_norm(x), dropout)
         return x + (self.mlp_post_norm(added) if post_norms else added)
 
-    def _feed_forward(self, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def _feed_forward(
+        self, normed: Float[Array, "B T D"], dropout: Dropout | None
+    ) -> Float[Array, "B T D"]:
         activation = ACTIVATIONS[self.config.declared.activation]
         if not self.is_dense:
 
@@ -280,9 +290,9 @@ class DecoderLayer(nnx.Module):
             kernels = Kernels(*map(kernel, ("router", "expert_gate", "expert_up", "expert_down")))
             mixed = mixture(normed, kernels, self.config.experts, activation, self.mesh)
             return constrain(mixed, "states", self.mesh)
-        features = activation(self.gate(normed)) * self.up(normed)
+        features = activation(self.gate(normed, dropout)) * self.up(normed, dropout)
         features = constrain(features, "features", self.mesh)
-        return constrain(self.down(features), "states", self.mesh)
+        return constrain(self.down(features, dropout), "states", self.mesh)
 
 
 class Decoder(nnx.Module):
@@ -331,6 +341,7 @@ class Decoder(nnx.Module):
         token_ids: Int[Array, "B S"],
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
+        dropout: Dropout | None = None,
     ) -> Float[Array, "B S D"]:
         """States after the final norm of whole sequences, in the compute dtype.
 
@@ -339,21 +350,26 @@ class Decoder(nnx.Module):
           positions: int32, from 0 at the first token of a segment.
           segment_ids: int32; a token attends to itself and to earlier tokens of its own segment
             that are inside the layer's window; 0 is padding.
+          dropout: of the inputs of adapters, in all layers; None: there is none.
         """
         num_columns = token_ids.shape[1]
         if self.mesh is not None:  # an equal number of columns per device
             padding = ((0, 0), (0, -num_columns % self.mesh.shape["sequence"]))
-            token_ids, positions, segment_ids = (
-                constrain(jnp.pad(x, padding), "tokens", self.mesh)
-                for x in (token_ids, positions, segment_ids)
+            (token_ids, positions, segment_ids), of_tokens = jax.tree.map(
+                lambda x: constrain(jnp.pad(x, padding), "tokens", self.mesh),
+                ((token_ids, positions, segment_ids), dropout and dropout[1:3]),
             )
+            dropout = dropout and Dropout(dropout.rate, *of_tokens)
         attend = self._attention(positions, segment_ids)
 
-        def step(x, layer, window):
-            query, key, value = layer.heads(x, positions, window)
-            return layer.residual(x, attend(query, key, value, window))
+        def step(x, layer, window, number):
+            own = dropout and dropout._replace(layer=number)
+            query, key, value = layer.heads(x, positions, window, own)
+            return layer.residual(x, attend(query, key, value, window), own)
 
-        return self.final_norm(self._scan(step, self._embedded(token_ids)))[:, :num_columns]
+        numbers = dropout and jnp.arange(self.config.num_layers)
+        x = self._scan(step, self._embedded(token_ids), numbers)
+        return self.final_norm(x)[:, :num_columns]
 
     def prefill(
         self,
@@ -493,22 +509,25 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded as transformers'
         return constrain(x, "states", self.mesh)
 
-    def _scan(self, step: Callable, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """Carries `step(x, layer, window)` through the layers; one kind of them is one scan."""
+    def _scan(
+        self, step: Callable, x: Float[Array, "B S D"], numbers: Int[Array, " L"] | None
+    ) -> Float[Array, "B S D"]:
+        """Carries `step(x, layer, window, number)` through the layers; one kind is one scan."""
 
         def layer_step(graph):
             def of_layer(x, scanned):
-                state, window = scanned
-                return step(x, nnx.merge(graph, state), window), None
+                state, window, number = scanned
+                return step(x, nnx.merge(graph, state), window, number), None
 
             return self._checkpointed(of_layer)
 
         if not self._mixes_kinds:
             graph, stacked = nnx.split(self.layers)
-            return jax.lax.scan(layer_step(graph), x, (stacked, self._windows))[0]
-        for layer, window in self._unrolled():
+            return jax.lax.scan(layer_step(graph), x, (stacked, self._windows, numbers))[0]
+        for index, (layer, window) in enumerate(self._unrolled()):
             graph, state = nnx.split(layer)
-            x, _ = layer_step(graph)(x, (state, window))
+            number = None if numbers is None else numbers[index]
+            x, _ = layer_step(graph)(x, (state, window, number))
         return x
 
     def _unrolled(self) -> Iterator[tuple[DecoderLayer, Int[Array, ""] | None]]:

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 import operator
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 A, B = "lora_a", "lora_b"
 VALUE_HEAD = "value_head"
@@ -38,6 +39,7 @@ class Lora:
     rank: int  # R, at least 1
     alpha: float  # the product A B is scaled by alpha / R
     rank_stabilized: bool = False  # by alpha / sqrt(R) instead (arXiv:2312.03732)
+    dropout: float = 0.0  # of `Dropout`, in updates
 
     @property
     def scale(self) -> float:
@@ -92,20 +94,50 @@ def adapted(trained: Params, base: Base | None) -> Params:
     return base.params | trained | {"layers": layers}
 
 
+class Dropout(NamedTuple):
+    """Zeros in the inputs of adapters, and only there, as `lora_dropout` of PEFT; a pytree.
+
+    A mask is a function of the numbers of its token, the layer, the module and the feature. So it
+    depends neither on the mesh nor on where a token lies, and a backward pass finds it again.
+    """
+
+    rate: float  # share of zeros
+    words: Int[Array, "B S"]  # of the update
+    numbers: Int[Array, "B S"]  # of the token in it
+    layer: Int[Array, ""] | int = 0
+
+    def __call__(self, x: Float[Array, "B S I"], module: str) -> Float[Array, "B S I"]:
+        """x / (1 - rate) where it is kept, and 0 elsewhere."""
+        place = zlib.crc32(module.encode())
+
+        def kept(word, number):
+            numbers = jnp.stack([word, number]).astype(jnp.uint32)
+            key = jax.random.wrap_key_data(numbers, impl="threefry2x32")
+            key = jax.random.fold_in(jax.random.fold_in(key, self.layer), place)
+            return jax.random.bernoulli(key, 1 - self.rate, x.shape[-1:])
+
+        return jnp.where(jax.vmap(jax.vmap(kept))(self.words, self.numbers), x / (1 - self.rate), 0)
+
+
 class AdaptedLinear(nnx.Linear):
     """nnx.Linear, with an adapter where `add_adapters` has added one."""
 
-    def __init__(self, *args: Any, of_a: Product, of_b: Product, **kwargs: Any):
+    def __init__(self, *args: Any, module: str, of_a: Product, of_b: Product, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.of_a, self.of_b = of_a, of_b
+        self.module, self.of_a, self.of_b = module, of_a, of_b
 
-    def __call__(self, x: Float[Array, "*axes I"]) -> Float[Array, "*axes O"]:
+    def __call__(
+        self, x: Float[Array, "*axes I"], dropout: Dropout | None = None
+    ) -> Float[Array, "*axes O"]:
         y = super().__call__(x)
         if not hasattr(self, A):
             return y
         first, second = (getattr(self, name)[...].astype(y.dtype) for name in (A, B))
+        x = x.astype(y.dtype)
+        if dropout is not None:
+            x = dropout(x, self.module)
         # The narrow product first: neither A B nor a merged kernel exists in a forward pass.
-        return y + self.of_b(self.of_a(x.astype(y.dtype), first), second)
+        return y + self.of_b(self.of_a(x, first), second)
 
 
 def modules_with_adapters(layers: Params) -> tuple[str, ...]:

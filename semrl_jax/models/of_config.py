@@ -68,7 +68,9 @@ def lora_of(
     if not options.rank:
         return None
     modules = peft.find_modules(architecture, options.targets)
-    lora = models.Lora(modules, options.rank, options.alpha, options.rank_stabilized)
+    lora = models.Lora(
+        modules, options.rank, options.alpha, options.rank_stabilized, options.dropout
+    )
     peft.check_rank(architecture, lora)
     return lora
 

@@ -32,7 +32,7 @@ base_sample = weights_sample  # what identifies the weights of a base
 # or empty. A field of a later version of PEFT is therefore refused by name when it is used.
 READ = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora")
 # The tensors of a trained adapter give the same logits with every value. Dropout exists only in
-# training, and adapters are trained without it here.
+# training, where `lora.dropout` says what it is.
 WITHOUT_EFFECT = (
     "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules",
     "exclude_modules", "lora_dropout", "layers_pattern", "megatron_core", "loftq_config",
@@ -116,7 +116,7 @@ def save_adapter(
         "base_model_name_or_path": base_name,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.rank_stabilized,
         "target_modules": [*target_names(config, lora.modules)],
         "bias": "none",

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from semrl_jax.models.attention_kernels import choose_kernel
 from semrl_jax.models.decoder import Decoded, Decoder
 from semrl_jax.models.decoder_config import DecoderConfig
-from semrl_jax.models.lora import Params, add_adapters, modules_with_adapters
+from semrl_jax.models.lora import Dropout, Params, add_adapters, modules_with_adapters
 from semrl_jax.models.sharding import (
     ACTIVATION_SPECS,
     DATA_AXES,
@@ -64,9 +64,10 @@ class Policy:
         token_ids: Int[Array, "B S"],
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
+        dropout: Dropout | None = None,
     ) -> Float[Array, "B S D"]:
         """States after the final norm; see `Decoder.__call__`."""
-        return self._bind(params)(token_ids, positions, segment_ids)
+        return self._bind(params)(token_ids, positions, segment_ids, dropout)
 
     def prefill(self, params: Params, *inputs: Any) -> tuple[*Decoded, Float[Array, "B P K D"]]:
         """See `Decoder.prefill`."""

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.models.of_config import lora_of
+from semrl_jax.models.products import products
 from semrl_jax.planning import roofline
-from semrl_jax.planning.chips import Cluster, Slice
 from semrl_jax.planning.plan import advice, peak_bytes
 from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.runs import memory
@@ -28,6 +28,7 @@ from semrl_jax.runs.setup import check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.settings.training import updates_per_step
+from semrl_jax.support.chips import Cluster, Slice
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import PASS, UPDATE, PassPlan
 
@@ -135,7 +136,7 @@ def _training(
     adapters = 0
     if inputs.lora is not None:
         adapters = models.peft.num_parameters(architecture, inputs.lora)
-    needed = roofline.products(
+    needed = products(
         architecture,
         num_tokens=responses * length,
         num_columns=length,
@@ -251,10 +252,10 @@ def _replica(
     slots = max(1, int(fitting))
     steps = -(-count // slots) * response
     shared = count / rollout.group_size  # prompts, which a group shares
-    flops = roofline.products(
+    flops = products(
         architecture, num_tokens=shared * prompt, num_columns=prompt, num_slots=shared
     ).forward
-    flops += roofline.products(
+    flops += products(
         architecture,
         num_tokens=count * response,
         num_columns=2 * prompt + response,  # of which a token attends to half, on average

@@ -11,21 +11,22 @@ import ml_collections
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.models.of_config import lora_of
+from semrl_jax.models.products import products
 from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import find_architecture
-from semrl_jax.planning.chips import (
-    Cluster,
-    Slice,
-    find_cluster,
-    find_slice,
-    smallest_that_holds,
-)
 from semrl_jax.planning.slice_programs import Compiled, Programs, check_compiler, devices_of
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.memory import num_parameters, num_trained, per_parameter, size_text, width
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.training import updates_per_step
+from semrl_jax.support.chips import (
+    Cluster,
+    Slice,
+    find_cluster,
+    find_slice,
+    smallest_that_holds,
+)
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import UPDATE
 
@@ -169,7 +170,7 @@ def _read(compiled: Compiled, programs: Programs) -> dict[str, Any]:
             runs //= config.training.ppo_epochs
         if (lora := programs.learner.lora) is not None:
             adapters = models.peft.num_parameters(programs.architecture, lora)
-    needed = roofline.products(
+    needed = products(
         programs.architecture,
         num_tokens=tokens,
         # A decoded token attends to half of the columns of the whole response, as in a causal pass.

@@ -29,12 +29,12 @@ from semrl_jax import models
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.models.of_config import lora_of
-from semrl_jax.planning.chips import Slice
 from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.engines.decoding import decode_chunk, empty_slots, prompt_columns, slot_specs
 from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.settings.rollout import rows_of_slots, weight_dtype
+from semrl_jax.support.chips import Slice
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import offload
 from semrl_jax.training.learner import Learner

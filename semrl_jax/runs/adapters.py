@@ -29,6 +29,7 @@ class AdapterRecord(NamedTuple):
     rank: int
     alpha: float
     rank_stabilized: bool
+    dropout: float = 0.0
 
     @classmethod
     def of(
@@ -38,16 +39,20 @@ class AdapterRecord(NamedTuple):
         is_hub_id = path and not pathlib.Path(path).is_dir()
         name = path if is_hub_id else str(directory.absolute())
         sample = peft.base_sample(directory)
-        options = lora.modules, lora.rank, lora.alpha, lora.rank_stabilized
+        options = lora.modules, lora.rank, lora.alpha, lora.rank_stabilized, lora.dropout
         return cls(name, sample, base_dtype, *options)
 
     @property
     def lora(self) -> models.Lora:
-        return models.Lora(tuple(self.modules), self.rank, self.alpha, self.rank_stabilized)
+        options = self.rank, self.alpha, self.rank_stabilized, self.dropout
+        return models.Lora(tuple(self.modules), *options)
 
     def meta(self) -> dict[str, Any]:
         """For the meta data of a checkpoint."""
-        return {META: self._asdict() | {"modules": list(self.modules)}}
+        found = self._asdict() | {"modules": list(self.modules)}
+        if not self.dropout:  # which earlier versions do not know
+            del found["dropout"]
+        return {META: found}
 
 
 def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.models import Params
 from semrl_jax.runs.adapters import AdapterRecord, check_resumed
 from semrl_jax.runs.checkpoint_files import (
     UnreadableError,
@@ -32,6 +33,7 @@ from semrl_jax.runs.checkpoint_files import (
     write_manifest,
 )
 from semrl_jax.runs.copies import Copies
+from semrl_jax.runs.export import MODEL, Exporter
 from semrl_jax.runs.joint_save import JointSave
 from semrl_jax.runs.parts import TIMEOUT_S as PARTS_TIMEOUT_S
 from semrl_jax.runs.parts import TMP_MARK, Parts
@@ -54,13 +56,14 @@ class Checkpoints:
 
     Args:
       directory: made if missing; used by this run only.
-      keep, every_steps, keep_every, extra_steps, copy_to: as in `config.checkpoints`. Old
+      keep, every_steps, keep_every, extra_steps, export, copy_to: as in `config.checkpoints`. Old
         checkpoints are removed after a newer one is sealed. The parent of `directory` is copied.
       warn: gets a line for each that cannot be trusted or written, also from another thread.
       peers: the processes that hold the state. Each writes its part; only process 0 removes.
       shared: whether they share a disk. If not, the checkpoints are those of process 0, and the
         parts of the others get there and back through `copy_to`.
       adapter: what the parameters are, if they are adapters.
+      exporter: writes the model of a checkpoint, if `export` is not empty.
     """
 
     def __init__(
@@ -71,11 +74,13 @@ class Checkpoints:
         every_steps: int = 1,
         keep_every: int = 0,
         extra_steps: Iterable[int] = (),
+        export: str = "",
         copy_to: str = "",
         warn: Callable[[str], None] = warnings.warn,
         peers: Peers | None = None,
         shared: bool = True,
         adapter: AdapterRecord | None = None,
+        exporter: Exporter | None = None,
     ):
         self._peers = peers or Peers()
         self._directory = pathlib.Path(directory).absolute()
@@ -85,6 +90,7 @@ class Checkpoints:
         self._extra_steps = frozenset(extra_steps)
         self._warn = warn
         self.adapter = adapter
+        self._exporter = exporter if export else None
         self._timeout_s = SAVE_TIMEOUT_S if shared else PARTS_TIMEOUT_S
         self._checkpointer = open_checkpointer(self._barrier, self._timeout_s)
         self._sound: set[int] = set()  # steps sealed or restored by this attempt
@@ -124,6 +130,9 @@ class Checkpoints:
         self._joint = JointSave(f"{self._name}/{self._num_saves}", self._peers)
         # Agree first: if process 0 cannot make the directory, the others must not wait for it.
         refused = on_first(self._peers, "checkpoint", lambda: self._make_room(step))
+        if self._exporter and not refused:
+            params = self._exporter.whole(state.params, self._peers)
+            refused = on_first(self._peers, "checkpoint", lambda: self._write_model(step, params))
         if refused:
             self._note_refusal(step, refused)
             return
@@ -221,6 +230,10 @@ class Checkpoints:
     def _seal(self, step: int) -> None:
         try:
             self._checkpointer.wait_until_finished()
+            if self._exporter:
+                if self._peers.index == 0:
+                    self._staged(step).rename(self._directory / str(step) / MODEL)
+                self._joint.wait(MODEL, MANIFEST_TIMEOUT_S)  # manifests have its files
             if not self._parts:
                 write_manifest(self._directory / str(step))
             elif self._parts.lends:
@@ -279,6 +292,21 @@ class Checkpoints:
         except OSError as error:
             if disk_refusal(error) is None:
                 raise
+            return disk_refusal(error).strerror
+        return ""
+
+    def _staged(self, step: int) -> pathlib.Path:
+        """Where the model of a checkpoint is until the checkpoint is there."""
+        return self._directory / f"{step}{TMP_MARK}-{MODEL}"
+
+    def _write_model(self, step: int, params: Params) -> str:
+        """Returns why the disk does not allow this, or ""."""
+        try:
+            self._exporter.write(self._staged(step), params)
+        except Exception as error:
+            if disk_refusal(error) is None:
+                raise
+            self._sweep()
             return disk_refusal(error).strerror
         return ""
 

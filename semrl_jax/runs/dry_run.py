@@ -32,6 +32,7 @@ from semrl_jax.runs.memory import (
     num_trained,
     per_parameter,
     size_text,
+    width,
 )
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.setup import check_inputs, check_micro_batches
@@ -214,11 +215,14 @@ def _checkpoint_bytes(
     **trained: models.Policy | models.ValueModel | None,
 ) -> float:
     """Size of a checkpoint of models, by section; with LoRA, of their adapters."""
-    return sum(
+    size = sum(
         per_parameter(config, name, model, lora).in_checkpoint * num_trained(model.config, lora)
         for name, model in trained.items()
         if model is not None
     )
+    if dtype := config.checkpoints.export:
+        size += width(dtype) * num_parameters(trained["training"].config)
+    return size
 
 
 def _say_memory(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semrl_jax import models
 from semrl_jax.cluster.agreement import on_first
@@ -41,6 +41,27 @@ def save_model(
         )
 
     on_first(peers, "save_model", save)
+
+
+class Exporter(NamedTuple):
+    """Writes the policy of a train state like the model that training starts from.
+
+    Each process has `whole` parameters on its host, and one of them writes.
+    """
+
+    frozen: models.Base | None  # what the parameters of the state are adapters of
+    architecture: models.DecoderConfig
+    tokenizer: Any
+    base: pathlib.Path
+    dtype: str
+
+    def whole(self, params: models.Params, peers: Peers) -> models.Params:
+        found = models.adapted(params, self.frozen)
+        return models.to_host(found) if peers.count > 1 else found
+
+    def write(self, directory: pathlib.Path, params: models.Params) -> None:
+        own = self.architecture, self.tokenizer, self.base
+        save_model(directory, params, *own, Peers(), dtype=self.dtype)
 
 
 def save_trained(

@@ -235,7 +235,7 @@ def _train(
         rates = " and ".join(f"{section}.learning_rate" for section in sections)
         raise RuntimeError(
             f"{error} ({' and '.join(error.models)}); the last mini-batch is in {file}. Lower "
-            f"{rates}, or resume from an earlier checkpoint."
+            f"{rates}, or continue from an earlier checkpoint (training.resume_from)."
         ) from None
     except Exception:
         run.draw_report()

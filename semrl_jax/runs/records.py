@@ -26,14 +26,21 @@ class MetricWriter:
 
     Opening removes rows at or after `first_step`, so that no step occurs twice in a resumed run. A
     tracker that still has the rows of an earlier start gets none of them again but the last, which
-    may have had an evaluation only.
+    may have had an evaluation only. `is_first`: it has none, because all rows are of another run.
     """
 
-    def __init__(self, workdir: pathlib.Path, first_step: int, trackers: Sequence[Tracker]):
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        first_step: int,
+        trackers: Sequence[Tracker],
+        *,
+        is_first: bool = False,
+    ):
         self._trackers = trackers
         self._file = workdir / "metrics.jsonl"
         earlier = read_rows(self._file)
-        self._last_step = earlier[-1]["step"] if earlier else -1
+        self._last_step = earlier[-1]["step"] if earlier and not is_first else -1
         self._final: dict[str, float | int] = {}
         rows = [row for row in earlier if row["step"] < first_step]
         with replacing(self._file) as out:

@@ -27,9 +27,10 @@ from semrl_jax.runs.records import (
 )
 from semrl_jax.runs.trackers import open_trackers
 from semrl_jax.runs.workdir import Workdir
+from semrl_jax.support.chips import peak_flops
 from semrl_jax.support.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.support.cores import usable_cores
-from semrl_jax.support.rows import append_start
+from semrl_jax.support.rows import STARTS, append_start
 from semrl_jax.support.safe_files import replacing
 from semrl_jax.training.loop import StepResult
 from semrl_jax.training.train_state import TrainState
@@ -56,7 +57,8 @@ class Run:
             path, run_id, warn = self.workdir.path, self.workdir.run_id, self.reporter.notice
             keep_damaged_log(path, warn)
             trackers = open_trackers(self.config, path, run_id, warn)
-            self._writer = MetricWriter(path, first_step, trackers)
+            is_first = not (path / STARTS).exists()
+            self._writer = MetricWriter(path, first_step, trackers, is_first=is_first)
             append_start(path, self._start(first_step))
 
     def end_rows(self) -> None:
@@ -150,7 +152,12 @@ def _rates(result: StepResult) -> dict[str, float]:
     num_sampled = result.scalars.get("rollout/num_sampled_tokens", num_tokens)
     seconds = result.clock.seconds
     trained_s = sum(map(seconds, ("old_logprobs", "ref_logprobs", "values", "update")))
-    return {
+    peak = peak_flops(jax.devices()[0].device_kind)
+    utilization = {}
+    if peak is not None:
+        available = trained_s * jax.device_count() * peak
+        utilization["policy/mfu"] = result.scalars["policy/flops"] / available
+    return utilization | {
         # Rate of the replicas. If they sample during an update, the trainer waits for less time.
         "rollout/tokens_per_s": num_sampled
         / result.scalars.get("time/sample_ahead_s", seconds("sample")),

@@ -50,6 +50,7 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.config_checks import method_line, remarks
+from semrl_jax.runs.export import Exporter
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import check_room, least_parts
 from semrl_jax.runs.optimizers import optimizer_of
@@ -362,6 +363,7 @@ def open_run(
         checkpoints = Checkpoints(
             workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers,
             shared=workdir.shared, adapter=record,
+            exporter=Exporter(base, policy.config, tokenizer, start, config.checkpoints.export),
         )  # fmt: skip
         stack.enter_context(contextlib.closing(checkpoints))
         critic = critic_head = None

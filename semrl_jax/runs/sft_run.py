@@ -22,7 +22,7 @@ from semrl_jax.models import from_host, replicated
 from semrl_jax.models.of_config import build_policy, end_token_ids, find_lora, starting_params
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.export import MODEL, save_trained
+from semrl_jax.runs.export import MODEL, Exporter, save_trained
 from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, exit_code, start
 from semrl_jax.runs.memory import check_room, least_parts_sft
 from semrl_jax.runs.optimizers import optimizer_of
@@ -266,10 +266,13 @@ def open_fine_tuning(
         max_skipped_updates=config.training.max_skipped_updates,
         peers=peers,
         base=base,
+        dropout=0.0 if lora is None else lora.dropout,
+        seed=config.seed,
     )
     checkpoints = Checkpoints(
         workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers,
         shared=workdir.shared, adapter=record,
+        exporter=Exporter(base, policy.config, inputs.tokenizer, model, config.checkpoints.export),
     )  # fmt: skip
     with contextlib.closing(checkpoints):
         run = Run(
@@ -327,8 +330,8 @@ def _fine_tune(
     except NonFiniteUpdates as error:
         file = run.keep_minibatch(error.minibatch.named())
         raise RuntimeError(
-            f"{error}; the last batch is in {file}. Lower sft.learning_rate, or resume from an "
-            "earlier checkpoint."
+            f"{error}; the last batch is in {file}. Lower sft.learning_rate, or continue "
+            "from an earlier checkpoint (training.resume_from)."
         ) from None
     finally:
         run.end_rows()

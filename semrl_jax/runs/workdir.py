@@ -22,6 +22,7 @@ from semrl_jax.cluster import find_place
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.copies import RESTORING, find_copy, restore
+from semrl_jax.runs.forks import ANSWERS, Fork, find_fork, write_fork
 from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.moved import REMOVED, with_present_names
 from semrl_jax.settings.rules import flatten
@@ -35,9 +36,8 @@ from semrl_jax.support.safe_files import (
     write_json,
 )
 
-# These decide which arrays a checkpoint holds. A run from before they existed keeps their default.
-IN_CHECKPOINTS = ("rollout.max_staleness", "lora.rank")
-ANSWERS = "answers"  # of environments, in the directory of a run
+# These decide what a run's checkpoints hold. A run from before they existed keeps their default.
+IN_CHECKPOINTS = ("rollout.max_staleness", "lora.rank", "training.resume_from")
 GIVEN = "given"  # rows and functions that a program gave to the run
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
 
@@ -95,7 +95,7 @@ def open_workdir(
     """Makes or reopens a run directory and locks it; UserError if that cannot be.
 
     If the run, or a newer checkpoint of it, is only in `checkpoints.copy_to`, the directory is
-    written from there. `say` gets lines about it.
+    written from there, and a new one from `training.resume_from`. `say` gets lines about it.
     """
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
@@ -104,6 +104,7 @@ def open_workdir(
         with _named_errors(path):
             _check_contents(path, directory, settings)  # before anything is made
             is_behind = _check_copy(path, directory, config)
+            fork = None if is_behind else _fork_for(path, directory, settings)
             made = tuple(d for d in (directory, *directory.parents) if not d.exists())
             directory.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(directory / ".lock", "a", opener=through_no_link))
@@ -111,10 +112,14 @@ def open_workdir(
         if is_behind:
             with _named_errors(path):
                 restore(config.checkpoints.copy_to, directory, say)
+        elif fork is not None:
+            with _named_errors(path), _removed_unless_done(directory / ".lock", *made):
+                say(f"the run directory {directory} is written from {fork.path}")
+                write_fork(fork, directory, _new_record(fork.settings))
         if resumed := config_file.exists():
             record = _read_record(config_file)
         else:
-            record = {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
+            record = _new_record(settings)
             write_json(config_file, record)
         attempt_id = secrets.token_hex(8)
         lock.truncate(0)
@@ -140,26 +145,44 @@ def check_early(path: str, config: ml_collections.ConfigDict) -> None:
         return
     directory = pathlib.Path(path).absolute()
     with _named_errors(path):
-        _check_contents(path, directory, jsonable(config.to_dict()))
-        _check_copy(path, directory, config)
+        settings = jsonable(config.to_dict())
+        _check_contents(path, directory, settings)
+        if not _check_copy(path, directory, config):
+            _fork_for(path, directory, settings)
 
 
 def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str, str]) -> bool:
     """Whether a directory holds a run to resume; writes nothing, UserError as `open_workdir`."""
     directory = pathlib.Path(path).absolute()
     with _named_errors(path):
-        changed = _check_contents(path, directory, jsonable(config.to_dict()))
+        settings = jsonable(config.to_dict())
+        changed = _check_contents(path, directory, settings)
         is_behind = _check_copy(path, directory, config, writes=False)
+        fork = None if is_behind else _fork_for(path, directory, settings)
         existing = next(d for d in (directory, *directory.parents) if d.exists())
         if not os.access(existing, os.W_OK):
             raise UserError(f"workdir={path} cannot be used: {existing} cannot be written to.")
         if (directory / ".lock").exists():
             with open(directory / ".lock", opener=through_no_link) as lock:
                 _lock(path, lock)
-        if (directory / "inputs.json").exists():
-            recorded = read_json_object(directory / "inputs.json")
-            _compare_inputs(directory, recorded, hashes, changed)
-        return is_behind or (directory / "config.json").exists()
+        run = directory if fork is None else fork.run
+        if (run / "inputs.json").exists():
+            recorded = read_json_object(run / "inputs.json")
+            _compare_inputs(run, recorded, hashes, changed)
+        return is_behind or (run / "config.json").exists()
+
+
+@contextlib.contextmanager
+def _removed_unless_done(lock: pathlib.Path, *made: pathlib.Path) -> Iterator[None]:
+    """After an error in the block, removes the lock file, and the empty directories."""
+    try:
+        yield
+    except BaseException:
+        remove(lock)
+        for directory in made:
+            with contextlib.suppress(OSError):  # not empty
+                directory.rmdir()
+        raise
 
 
 @contextlib.contextmanager
@@ -203,10 +226,10 @@ def _check_copy(
     url, is_partial = config.checkpoints.copy_to, (directory / RESTORING).exists()
     run_id = record_of(directory).get("run_id", "")  # "" if only a part of it was written
     copy = find_copy(url, directory, run_id, writes=writes) if url else None
-    if is_partial and copy is None:
+    if is_partial and copy is None and not config.training.resume_from:
         raise UserError(
-            f"workdir={path} has only a part of the files of its copy; set checkpoints.copy_to as "
-            "before, or remove the directory."
+            f"workdir={path} has only a part of the files of its copy; set checkpoints.copy_to or "
+            "training.resume_from as before, or remove the directory."
         )
     if copy is None:
         return False
@@ -214,6 +237,32 @@ def _check_copy(
     complete = directory.glob("checkpoints/*/manifest.0.json")
     steps = [int(file.parent.name) for file in complete if file.parent.name.isdigit()]
     return is_partial or not run_id or copy.step > max(steps, default=-1)
+
+
+def _fork_for(path: str, directory: pathlib.Path, settings: Any) -> Fork | None:
+    """The checkpoint that a new run continues from, with the run's settings; None if there is none.
+
+    UserError if it cannot be used, or if these settings do not continue that run.
+    """
+    source = settings["training"]["resume_from"]
+    is_whole = (directory / "config.json").exists() and not (directory / RESTORING).exists()
+    if not source or is_whole:
+        return None
+    fork = find_fork(source)
+    fork.settings["training"]["resume_from"] = source
+    rewards = fork.settings.get("rewards")
+    if (directory / GIVEN).is_dir() and isinstance(rewards, dict):
+        # A program gives its functions to each of its runs.
+        own = re.compile(rf".*/(?={GIVEN}/rewards\.pkl:)")
+        place = os.path.join(path, "")
+        rewards["function"] = own.sub(place, str(rewards.get("function", "")))
+        rewards["functions"] = [own.sub(place, str(one)) for one in rewards.get("functions", ())]
+    _compare(f"training.resume_from={source}", fork.settings, settings)
+    return fork
+
+
+def _new_record(settings: Any) -> dict[str, Any]:
+    return {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
 
 
 def _lock(path: str, file: IO[str]) -> None:

@@ -230,6 +230,7 @@ def load_file(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         keep_long=True,
         num_rows=num_rows,
+        rows_seed=None if defaults.subset_seed < 0 else defaults.subset_seed,
         data_source=name,
         field_prefix=field_prefix,
         report=report,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from semrl_jax.settings.rules import Section
+from semrl_jax.support.choices import DTYPES
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import setting
 
@@ -18,6 +19,12 @@ class Checkpoints:
     )
     extra_steps: tuple[int, ...] = setting(
         (), "Steps with a checkpoint of their own, which is never removed", items=int
+    )
+    export: str = setting(
+        "",
+        "Dtype of checkpoints/<step>/model, the policy as a Hugging Face directory in each "
+        "checkpoint: float32 or bfloat16. Empty: none",
+        choices=("", *DTYPES),
     )
     copy_to: str = setting(
         "",

@@ -40,6 +40,12 @@ class Evaluation:
         10, "also before the first and after the last update; 0: never", at_least=0
     )
     num_problems: int = setting(512, "at most, per held-out set or file", "problems", above=0)
+    subset_seed: int = setting(
+        -1,
+        "Seed by which num_problems rows of a file or named benchmark are chosen, the same ones in "
+        "all evaluations. -1: the first rows",
+        at_least=-1,
+    )
     files: tuple[str, ...] = setting(
         (),
         "Used with data.task=files; each file is a benchmark. FILE, or "

@@ -31,6 +31,12 @@ class Lora:
         "half the memory",
         choices=DTYPES,
     )
+    dropout: float = setting(
+        0.0,
+        "Share of an adapter's inputs that are 0 in the update, by config.seed; the others are "
+        "divided by 1 - dropout",
+        within="[0, 1)",
+    )
     path: str = setting(
         "", "Directory in PEFT's format with the adapter to start from; empty: a new adapter"
     )
@@ -39,6 +45,8 @@ class Lora:
 def check(lora: Section) -> None:
     if lora["rank"] and not lora["targets"]:
         raise UserError("lora.targets=() names no module; set ('all-linear',), or lora.rank=0.")
+    if lora["dropout"] and not lora["rank"]:
+        raise UserError(f"lora.dropout={lora['dropout']} needs adapters; set lora.rank, or 0 here.")
     if lora["path"] and not lora["rank"]:
         raise UserError(
             f"lora.path={lora['path']!r} is not read with lora.rank=0; set lora.rank to the "

@@ -63,6 +63,11 @@ class Training(Steps):
     max_skipped_updates: int = setting(
         3, "non-finite updates in a row that end the run", "updates", above=0
     )
+    resume_from: str = setting(
+        "",
+        "Checkpoint of a run, RUN/checkpoints/20, from which a new WORKDIR continues with all "
+        "its state; docs/resume.md. Empty: none",
+    )
     grace_s: float = setting(
         30.0, "time after SIGTERM to save the last checkpoint", above=0, may_change=True
     )

@@ -54,9 +54,12 @@ class CriticLoss:
 
     model: ValueModel
     algorithm: Algorithm
+    dropout: float = 0.0  # of the inputs of adapters
 
     def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
-        layout = lay_out(batch.rows, plan, self.model.decoder.attention_columns)
+        # Other masks than the policy's.
+        dropout = batch.dropout ^ 1 if self.dropout and batch.dropout is not None else None
+        layout = lay_out(batch.rows, plan, self.model.decoder.attention_columns, dropout)
         targets = to_slots(
             (batch.values, batch.returns),
             batch.rows.response_mask,
@@ -72,6 +75,7 @@ class CriticLoss:
     ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], tuple[()]]]:
         rows, targets = micro
         whole = adapted(params, frozen.base)
-        values = self.model.values(whole, response_states(whole, rows, self.model))
+        states = response_states(whole, rows, self.model, self.dropout)
+        values = self.model.values(whole, states)
         loss, scalars = self.algorithm.value_loss(values, **targets._asdict())
         return loss, (scalars, ())

@@ -25,7 +25,7 @@ from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.policy_update import PolicyLoss, batch_logprobs
 from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.training.train_state import POLICY, TrainState
-from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
+from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all, update_number
 from semrl_jax.types import RolloutBatch
 
 LIKELIHOOD = Algorithm(likelihood, None)
@@ -101,10 +101,12 @@ class FineTuner:
     max_skipped_updates: int  # non-finite updates in a row that end the training
     peers: Peers  # the processes that hold the policy; all call a method together
     base: Base | None = None  # with LoRA, what the parameters of a train state are adapters of
+    dropout: float = 0.0  # of the inputs of adapters, in updates
+    seed: int = 0  # of the dropout
 
     @functools.cached_property
     def trainee(self) -> Trainee:
-        loss = PolicyLoss(self.policy, 1.0, LIKELIHOOD)
+        loss = PolicyLoss(self.policy, 1.0, LIKELIHOOD, dropout=self.dropout)
         return Trainee(POLICY, self.optimizer, loss, Frozen(self.base))
 
     def update(
@@ -113,11 +115,16 @@ class FineTuner:
         """One optimiser step on the mean loss over all tokens to learn of a batch.
 
         The parameters and optimiser state of `state` are donated. The result has the same `step`
-        and `position`. Among the scalars `sft/loss` is that before the update, in nats per token.
-        Raises NonFiniteUpdates after `max_skipped_updates` non-finite updates in a row.
+        and `position`. Among the scalars `sft/loss` is that before the update, with its dropout, in
+        nats per token. Raises NonFiniteUpdates after `max_skipped_updates` non-finite updates in a
+        row.
         """
         rows = conversation_batch(conversations, self.max_tokens)
-        batch = MiniBatch(rows, advantages=np.ones(rows.response_mask.shape, np.float32))
+        batch = MiniBatch(
+            rows,
+            advantages=np.ones(rows.response_mask.shape, np.float32),
+            dropout=update_number(self.seed, int(state.step)) if self.dropout else None,
+        )
         with self.peers.phase("update"):
             state, scalars, _ = update_all(
                 (self.trainee,), state, batch, self.plan, self.max_skipped_updates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,8 @@ from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.data.curricula import Seen
+from semrl_jax.models.peft import num_parameters
+from semrl_jax.models.products import Products
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_earlier, weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
@@ -34,7 +36,8 @@ from semrl_jax.training.policy_update import PolicyLoss, TokenPass, batch_logpro
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.train_state import POLICY, TrainState
-from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
+from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all, update_number
+from semrl_jax.training.work import batch_products
 from semrl_jax.types import Rollout, RolloutBatch
 
 MINIBATCHES = 0x3B47  # last in its seed: apart from every stream of fewer numbers
@@ -90,7 +93,8 @@ class Learner:
         config, plan, critic = self.config, self.plan, self.critic
         importance = plan.importance if plan.corrects == UPDATE else ()
         other, temperature = self.reference_policy, config.rollout.temperature
-        loss = PolicyLoss(self.policy, temperature, self.algorithm, importance, other)
+        dropout = 0.0 if self.lora is None else self.lora.dropout
+        loss = PolicyLoss(self.policy, temperature, self.algorithm, importance, other, dropout)
         # With adapters, the base is the reference: it is one argument of the program, not two.
         is_base = self.base is not None and other is None
         takes_reference = plan.reference == UPDATE and not is_base
@@ -98,7 +102,7 @@ class Learner:
         policy = Trainee(POLICY, self.optimizer, loss, frozen, plan.warmup_steps)
         if critic is None:
             return (policy,)
-        loss, frozen = CriticLoss(critic.model, self.algorithm), Frozen(critic.base)
+        loss, frozen = CriticLoss(critic.model, self.algorithm, dropout), Frozen(critic.base)
         # In one program, which repeats the numbers of earlier versions.
         return policy, Trainee("critic", critic.optimizer, loss, frozen, in_parts=False)
 
@@ -206,16 +210,49 @@ class Learner:
             batch, **given._asdict(), advantages=credit.advantages, returns=credit.returns
         )
         history = []
-        for rows in self._minibatches(len(batch.token_ids), size, int(state.step)):
+        seed, step = self.config.seed, int(state.step)
+        for number, rows in enumerate(self._minibatches(len(batch.token_ids), size, step)):
             minibatch = jax.tree.map(lambda leaf: leaf[rows], whole)  # noqa: B023
+            if self.lora is not None and self.lora.dropout:
+                minibatch = minibatch._replace(dropout=update_number(seed, step, number))
             with self.peers.phase("update"), self.device_lock:
                 state, scalars, outputs = update_all(
                     trainees, state, minibatch, self._rows, training.max_skipped_updates
                 )
             history.append(scalars)
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
-        logprobs = outputs.get(POLICY) if len(history) == 1 else None
+        logprobs = None if self.plan.update_differs else outputs.get(POLICY)
+        means["policy/flops"] = self.flops(batch, passes, {each.name for each in trainees})
         return state, means | rates, None if logprobs is None else np.asarray(logprobs)
+
+    def flops(self, batch: RolloutBatch, passes: ForwardPasses, updated: Collection[str]) -> float:
+        """Floating point operations of a step, of all devices: its passes, and the update.
+
+        With N weights in kernels, D tokens (prompts included) and S = 2 D N + attention + head for
+        a pass forward: the policy's pass before the update S, the reference S, and each of
+        `ppo_epochs` passes of the update 3 S, plus S if it computes the reference. With adapters,
+        the gradient of the base is left out, as in `Products.training`. A critic has no head: S for
+        the values, and 3 S for its update. What is computed twice, such as with `model.remat`, does
+        not count; nor do passes for the log and the reward model, whose times are apart.
+
+        Source: PaLM, arXiv:2204.02311, appendix B, which counts attention over all pairs of tokens
+        and the head for all tokens. Here only the past is attended to, and responses have logits.
+        """
+        plan, epochs = self.plan, self.config.training.ppo_epochs
+
+        def forward(architecture: models.DecoderConfig, *, head: bool) -> Products:
+            adapters = 0 if self.lora is None else num_parameters(architecture, self.lora)
+            return batch_products(architecture, batch, num_adapters=adapters, head=head)
+
+        own = forward(self.policy.config, head=True)
+        reference = (plan.reference == PASS) + epochs * (plan.reference == UPDATE)
+        found = (passes.old is not None) * own.forward + reference * (own.forward - own.adapters)
+        if POLICY in updated:
+            found += epochs * own.training
+        if self.critic is not None:
+            critic = forward(self.critic.model.config, head=False)
+            found += (passes.values is not None) * critic.forward + epochs * critic.training
+        return float(found)
 
     def _minibatches(self, num_rows: int, size: int, step: int) -> Iterator[Any]:
         """The rows of each mini-batch: in order, and in later passes with other whole groups."""

@@ -57,6 +57,8 @@ class TokenRows(NamedTuple):
     sources: Int[Array, "M R U"]  # the column of the state whose logits produced it
     # 1, 2, ... for the sequences of a row that have slots; see `algorithms.sum_over_sequences`.
     sequence_ids: Int[Array, "M R U"]
+    # For `models.Dropout`: numbers of the update and of the token; None without dropout.
+    dropout: tuple[Int[Array, "M R S"], Int[Array, "M R S"]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +161,18 @@ def to_batch(
     return jax.lax.with_sharding_constraint(take_values(values, index), sharding)
 
 
-def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) -> Layout:
+def lay_out(
+    batch: RolloutBatch,
+    plan: RowPlan,
+    attention_columns: float = 0.0,
+    dropout: int | None = None,
+) -> Layout:
     """Lays NumPy rows [prompt | response] out for the devices.
 
     Shapes follow from the number of responses. Sizes that depend on the lengths are rounded up to
     one of a few values, so that few programs are compiled. `attention_columns`: see
-    `Policy.attention_columns`; 0: no prompt is shared. ValueError: a sequence of more than
-    `micro_batch_tokens`.
+    `Policy.attention_columns`; 0: no prompt is shared. `dropout`: the number of the update, see
+    `TokenRows.dropout`. ValueError: a sequence of more than `micro_batch_tokens`.
     """
     prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
     tokens = batch.segment_ids > 0
@@ -250,6 +257,16 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
         sources=filled(slots_shape, slots[held], sources[held]),
         sequence_ids=filled(slots_shape, slots[held], np.repeat(numbers, sequences.slots)),
     )
+    if dropout is not None:
+        # A prompt has the numbers of its first response, also where responses do not share it.
+        own = np.arange(len(tokens))
+        first = np.maximum.accumulate(np.where(sequences.same_prompt, 0, own))
+        of_tokens = np.stack([first, own], axis=1)[:, is_response] * tokens.shape[1]
+        of_tokens = of_tokens + np.arange(tokens.shape[1])
+        values = np.full_like(of_tokens, dropout), of_tokens
+        rows = rows._replace(
+            dropout=tuple(filled(shape, to[tokens], value[tokens]) for value in values)
+        )
     shard_of = chosen.row_of % num_rows // chosen.rows_per_shard
     shard_tokens = np.bincount(shard_of, chosen.lengths, plan.num_shards).astype(np.int64)
     return Layout(rows, chosen.num_micro, slots, shard_tokens)

@@ -47,8 +47,9 @@ class PassPlan:
     # Who multiplies the advantages by these weights: NONE, PASS: `assign_credit` from the
     # log-probabilities of a pass, or the UPDATE.
     corrects: str
-    # Whether a step has several updates. The later ones do not have its first parameters.
-    several_updates: bool
+    # Whether an update may see others than the log-probabilities before the step: later updates
+    # have other parameters, and adapters may have dropout.
+    update_differs: bool
     warmup_steps: int  # first steps, in which only the critic is trained
 
     @classmethod
@@ -57,10 +58,10 @@ class PassPlan:
         needs = algorithm.needs
         importance = importance_options(config)
         level = importance["level"]
-        several = updates_per_step(config) > 1
+        differs = updates_per_step(config) > 1 or config.lora.dropout > 0
         # A single update corrects by itself, token by token.
-        early_weights = level != "none" and (several or level not in TOKEN_LEVELS)
-        needs_pass = needs.early_old_logprobs or (needs.old_logprobs and several) or early_weights
+        early_weights = level != "none" and (differs or level not in TOKEN_LEVELS)
+        needs_pass = needs.early_old_logprobs or (needs.old_logprobs and differs) or early_weights
         old = PASS if needs_pass else UPDATE if needs.old_logprobs else NONE
         # An offloaded reference has a pass of its own: it is not on the device during the update.
         is_away = needs.reference and "reference" in config.training.offload
@@ -75,7 +76,7 @@ class PassPlan:
             states=config.hidden_states.source == "policy",
             importance=() if level == "none" else tuple(importance.items()),
             corrects=NONE if level == "none" else corrects,
-            several_updates=several,
+            update_differs=differs,
             warmup_steps=config.critic.warmup_steps if needs.values else 0,
         )
 
@@ -87,7 +88,7 @@ class PassPlan:
     def needs(self, step: int, asked: PassNeeds) -> PassNeeds:
         """What the passes before the update of a step have to give; `asked` is for the log."""
         wanted = asked.logprobs or self.old == UPDATE
-        given_later = step >= self.warmup_steps and not self.several_updates
+        given_later = step >= self.warmup_steps and not self.update_differs
         logprobs = self.old == PASS or (wanted and not given_later)
         return asked._replace(logprobs=logprobs, states=asked.states or self.states)
 

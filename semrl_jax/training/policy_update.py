@@ -23,6 +23,7 @@ from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.algorithms.credit import Options
 from semrl_jax.models import Params, Policy, ValueModel, adapted, replicated
 from semrl_jax.models.hosts import own_rows
+from semrl_jax.models.lora import Dropout
 from semrl_jax.support.programs import Part, compiled_once, parts_of, side_by_side, total
 from semrl_jax.training.micro_batches import over_micro_batches
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values, to_batch
@@ -113,10 +114,11 @@ def to_slots(
 
 
 def response_states(
-    params: Params, rows: TokenRows, model: Policy | ValueModel
+    params: Params, rows: TokenRows, model: Policy | ValueModel, dropout: float = 0.0
 ) -> Float[Array, "R U D"]:
     """Final states in the compute dtype of one micro-batch: those that produced its responses."""
-    states = model.final_states(params, rows.token_ids, rows.positions, rows.segment_ids)
+    masks = Dropout(dropout, *rows.dropout) if dropout and rows.dropout else None
+    states = model.final_states(params, rows.token_ids, rows.positions, rows.segment_ids, masks)
     return model.states_at(states, rows.sources)
 
 
@@ -126,9 +128,10 @@ def _response_pass(
     policy: Policy,
     temperature: float,
     reference: tuple[Policy, Params] | None = None,
+    dropout: float = 0.0,
 ) -> RowPass:
     """All values of one micro-batch; with a reference, the KL from it, over the vocabulary."""
-    states, other = response_states(params, rows, policy), None
+    states, other = response_states(params, rows, policy, dropout), None
     if reference is not None:
         other = *reference, response_states(reference[1], rows, reference[0])
     logprobs, entropies, *divergences = policy.token_logprobs(
@@ -178,10 +181,12 @@ class PolicyLoss:
     # weights here, from this step's own forward pass. Empty: they are what they are.
     importance: Options = ()
     reference: Policy | None = None  # architecture of the reference; None: the policy's
+    dropout: float = 0.0  # of the inputs of adapters, in the policy's pass alone
 
     def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
         rows = batch.rows
-        layout = lay_out(rows, plan, self.model.attention_columns)
+        dropout = batch.dropout if self.dropout else None
+        layout = lay_out(rows, plan, self.model.attention_columns, dropout)
         rollout_logprobs = rows.rollout_logprobs if self.importance else None
         values = to_slots(
             (batch.old_logprobs, batch.ref_logprobs, rollout_logprobs, batch.advantages),
@@ -206,6 +211,7 @@ class PolicyLoss:
             adapted(params, frozen.base),
             policy=self.model,
             reference=reference if needs.exact_kl else None,
+            dropout=self.dropout,
         )
         logprobs, entropy = found.logprobs, found.entropies
         before = jax.lax.stop_gradient(logprobs)

@@ -25,6 +25,8 @@ from semrl_jax.training.packing import RowPlan, to_batch
 from semrl_jax.training.train_state import Trained, TrainState, everywhere
 from semrl_jax.types import RolloutBatch
 
+DROPOUT = 0xD0D0  # last in its seed: apart from every stream of fewer numbers
+
 
 class MiniBatch(NamedTuple):
     """B responses to learn from; [B, T] on every device or in NumPy, None where nothing needs it.
@@ -40,12 +42,18 @@ class MiniBatch(NamedTuple):
     values: Float[Array | np.ndarray, "B T"] | None = None
     advantages: Float[Array | np.ndarray, "B T"] | None = None  # of the tokens, for a policy
     returns: Float[Array | np.ndarray, "B T"] | None = None  # what a critic learns
+    dropout: int | None = None  # the number of the update, see `update_number`
 
     def named(self) -> dict[str, np.ndarray]:
         """The arrays on the host by name, such as token_ids and advantages."""
         fields = self._asdict()
         fields = fields.pop("rows")._asdict() | fields
         return {name: np.asarray(field) for name, field in fields.items() if field is not None}
+
+
+def update_number(*numbers: int) -> int:
+    """A random number below 2^31 from the seed of the run, the step and the mini-batch."""
+    return int(np.random.SeedSequence((*numbers, DROPOUT)).generate_state(1)[0] >> 1)
 
 
 class Inputs(NamedTuple):

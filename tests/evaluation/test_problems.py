@@ -74,6 +74,24 @@ def test_the_number_of_problems_is_compared_with_the_published_one(config):
     )
 
 
+def test_a_random_subset_is_the_same_each_time_and_part_of_a_larger_one(config, tmp_path):
+    rows = [GSM8K | {"question": f"{number}+1"} for number in range(40)]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def chosen(count, seed, lines=None):
+        config.evaluation.subset_seed = seed
+        found = load(config, f"gsm8k:num_problems={count}", lines=lines)
+        return [int(problem.question.partition("+")[0]) for problem in found]
+
+    assert chosen(5, -1) == [0, 1, 2, 3, 4]
+    lines = []
+    few = chosen(5, 0, lines)
+    assert few == chosen(5, 0) == sorted(few) and len(set(few)) == 5 and max(few) > 4
+    assert few != chosen(5, 1) and set(few) < set(chosen(9, 0))
+    assert chosen(99, 0) == list(range(40))
+    assert lines == ["benchmark gsm8k: 5 random problems; published are 1319."]
+
+
 def test_a_prompt_over_the_limit_is_kept_and_named_once(config, tmp_path):
     rows = [GSM8K, GSM8K | {"question": "1+" * 40 + "1"}]
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from semrl_jax import models
 from semrl_jax.models import peft
-from semrl_jax.models.lora import A, B
+from semrl_jax.models.hf_weights import layer_kernels
+from semrl_jax.models.lora import A, B, Dropout
 from semrl_jax.models.sharding import PARTITION_SPECS, partition_spec
 from semrl_jax.support.errors import UserError
 from tests.models.conftest import make_pair
@@ -321,11 +322,23 @@ def test_an_adapter_without_a_base(name, copied):
 TOKENS = np.arange(2, 22, dtype=np.int32).reshape(2, 10)
 
 
-def logits(pair, adapter, lora):
+def logits(pair, adapter, lora, dropout=None):
     params = models.adapted(adapter, lora.base(pair.params))
     columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
-    states = pair.policy.final_states(params, jnp.asarray(TOKENS), columns, jnp.ones_like(columns))
+    inputs = jnp.asarray(TOKENS), columns, jnp.ones_like(columns), dropout
+    states = pair.policy.final_states(params, *inputs)
     return np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
+
+
+def multiplied_by(mask):
+    """A torch module that multiplies by a mask."""
+    import torch
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x * mask
+
+    return Module()
 
 
 def logits_of_torch(model):
@@ -369,6 +382,62 @@ def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
     found, their_lora = peft.load_adapter(files, config, pair.directory, base)
     assert their_lora == lora
     np.testing.assert_allclose(logits(pair, found, lora), logits_of_torch(loaded), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_dropout_is_that_of_peft_with_the_same_masks(tmp_path):
+    """Also in the gradient, with and without rematerialisation."""
+    import peft as library
+    import torch
+
+    pair = make_pair(tmp_path / "base", "qwen2")
+    config, policy = pair.policy.config, pair.policy
+    lora = models.Lora(peft.find_modules(config, ["all-linear"]), 8, 12.0, dropout=0.25)
+    random = np.random.default_rng(0)
+    adapter = jax.tree.map(
+        lambda leaf: 0.1 * random.standard_normal(leaf.shape, np.float32),
+        lora.shapes(policy.shapes()),
+    )
+    peft.save_adapter(tmp_path / "ours", adapter, lora, config, pair.directory, "base")
+    assert json.loads((tmp_path / "ours" / peft.CONFIG_FILE).read_text())["lora_dropout"] == 0.25
+    loaded = library.PeftModel.from_pretrained(pair.torch_model, tmp_path / "ours").train()
+    dropout = Dropout(lora.dropout, jnp.full((2, 10), 5), jnp.arange(20).reshape(2, 10))
+    ours = {kernel.name: (module, kernel) for module, kernel in layer_kernels(config).items()}
+    masks = {}
+    for name, layer in loaded.named_modules():
+        if hasattr(layer, "lora_dropout"):
+            number, place = re.search(r"layers\.(\d+)\.(\w+\.\w+)$", name).groups()
+            module, kernel = ours[place]
+            ones = jnp.ones((2, 10, kernel.shape[1]))
+            mask = np.array(dropout._replace(layer=int(number))(ones, module))
+            masks[name] = mask[..., :32]
+            assert layer.lora_dropout["default"].p == 0.25
+            layer.lora_dropout["default"] = multiplied_by(torch.tensor(mask))
+    assert len(masks) == 7 * config.num_layers
+    assert len({mask.tobytes() for mask in masks.values()}) == len(masks)
+    kept = np.mean([mask > 0 for mask in masks.values()])
+    np.testing.assert_allclose(kept, 0.75, atol=0.02)
+    with torch.no_grad():
+        expected = loaded(torch.tensor(TOKENS)).logits.numpy()
+    found = logits(pair, adapter, lora, dropout)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(found - logits(pair, adapter, lora)).max() > 0.1
+
+    def gradient(remat):
+        own = dataclasses.replace(pair, policy=dataclasses.replace(policy, remat=remat))
+        columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
+        inputs = jnp.asarray(TOKENS), columns, jnp.ones_like(columns), dropout
+
+        def loss(adapter):
+            params = models.adapted(adapter, lora.base(own.params))
+            return jnp.sum(own.policy.final_states(params, *inputs) ** 2)
+
+        return jax.jit(jax.grad(loss))(adapter)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
+        gradient("none"), gradient("full"),
+    )  # fmt: skip
 
 
 @pytest.mark.slow

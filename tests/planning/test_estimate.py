@@ -4,7 +4,7 @@ import pytest
 
 from configs import default
 from semrl_jax.planning import estimate, plan, report
-from semrl_jax.planning.chips import find_cluster
+from semrl_jax.support.chips import find_cluster
 from semrl_jax.support.errors import UserError
 from tests.launch.conftest import run
 from tests.planning.test_plan import needs_compiler, planned

@@ -9,7 +9,7 @@ import pytest
 from configs import default
 from semrl_jax import models
 from semrl_jax.planning import plan, report, slice_programs
-from semrl_jax.planning.chips import find_slice
+from semrl_jax.support.chips import find_slice
 from semrl_jax.support.errors import UserError
 from tests.launch.conftest import run
 

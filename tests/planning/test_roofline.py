@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from semrl_jax.models import DecoderConfig
+from semrl_jax.models.products import products
 from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import PUBLISHED, find_architecture
-from semrl_jax.planning.chips import find_slice
 from semrl_jax.runs.memory import num_parameters
+from semrl_jax.support.chips import find_slice
 
 CUBE = find_slice("v5p:4x4x4")
 PLACES = [(x, y, z) for x in range(4) for y in range(4) for z in range(4)]
@@ -36,7 +37,7 @@ def test_products_of_a_model():
         vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=2,
         num_kv_heads=1, head_dim=4,
     )  # fmt: skip
-    found = roofline.products(model, num_tokens=20, num_columns=10, num_slots=6)
+    found = products(model, num_tokens=20, num_columns=10, num_slots=6)
     per_layer = 8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16
     assert found.layers == 2 * 20 * 3 * per_layer
     assert found.head == 2 * 6 * 8 * 100

@@ -523,6 +523,39 @@ def test_a_disk_error_is_recorded_before_files_are_removed(saved, state, monkeyp
     assert names(saved) == ["2", "4"]
 
 
+class Exporter:
+    """Writes one file; the disk refuses the second of three."""
+
+    def __init__(self):
+        self.errors = [None, OSError(errno.ENOSPC, "No space left on device"), None]
+
+    def whole(self, params, peers):
+        return params
+
+    def write(self, directory, params):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(b"weights")
+        if error := self.errors.pop(0):
+            raise error
+
+
+def test_the_model_of_a_checkpoint_is_a_part_of_it(tmp_path, state):
+    warnings = []
+    options = {"export": "float32", "exporter": Exporter(), "keep": 1, "warn": warnings.append}
+    checkpoints = Checkpoints(tmp_path, **options)
+    for step, there in ((1, ["1"]), (2, ["1"]), (3, ["3"])):
+        checkpoints.save(at_step(state, step))
+        checkpoints.wait()
+        assert names(tmp_path) == there
+    checkpoints.close()
+    assert "checkpoint of step 2 could not be written: No space left" in warnings[0]
+    model = tmp_path / "3" / "model" / "model.safetensors"
+    assert model.read_bytes() == b"weights" and not checkpoint_problem(tmp_path / "3")
+    assert_same(restore(tmp_path, state)[0], at_step(state, 3))
+    model.write_bytes(b"changed")
+    assert "model.safetensors has been altered" in checkpoint_problem(tmp_path / "3")
+
+
 def test_no_save_begins_if_the_disk_refuses_a_small_file(saved, state, monkeypatch):
     """Otherwise the other processes would wait for a save that process 0 could not begin."""
     begun = []

@@ -25,6 +25,7 @@ from tests.tiny import tiny_config
 
 slow = pytest.mark.slow
 LORA = {"lora.rank": 4, "lora.alpha": 8.0}
+DROPOUT = {"lora.dropout": 0.1}
 
 
 def lora_config(**fields):
@@ -40,7 +41,8 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "group_rewards", scores_by_length)
         patch.setattr("semrl_jax.runs.run.write_report", lambda workdir: None)
-        config = lora_config(**{"training.export": "float32", "lora.base_dtype": "bfloat16"})
+        fields = {"training.export": "float32", "lora.base_dtype": "bfloat16"}
+        config = lora_config(**fields, **DROPOUT)
         assert train(config, str(workdir)) == 0
     return workdir
 
@@ -81,13 +83,15 @@ def test_a_run_trains_sends_saves_and_exports_adapters(finished):
     assert record["base"] == str(finished / "warm_start") and record["rank"] == 4
     assert_merged(finished / "model", merged_by_hand(finished, 3))
     exported = load_file(finished / "adapter" / "adapter_model.safetensors")
+    content = json.loads((finished / "adapter" / "adapter_config.json").read_text())
+    assert content["lora_dropout"] == 0.1
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     np.testing.assert_array_equal(exported[name], state["params"]["layers"]["query"][A][0].T)
 
 
 @slow
 def test_a_resumed_run_continues_to_the_bit(finished, tmp_path, rewarded):
-    fields = {"training.export": "float32", "lora.base_dtype": "bfloat16"}
+    fields = {"training.export": "float32", "lora.base_dtype": "bfloat16"} | DROPOUT
     assert train(lora_config(**fields, **{"training.num_steps": 1}), str(tmp_path / "run")) == 0
     assert train(lora_config(**fields), str(tmp_path / "run")) == 0
     rows, expected = stable(read_rows(tmp_path / "run")), stable(read_rows(finished))
@@ -156,7 +160,8 @@ def test_every_algorithm(name, tmp_path, rewarded, monkeypatch):
     """Two steps; with PPO and sampling ahead, a third one after a resume, compared to the bit."""
     monkeypatch.setattr("semrl_jax.runs.run.write_report", lambda workdir: None)
     settings = RUNS | {"ppo": PPO, "ahead": {"rollout.max_staleness": 1}}
-    config = lora_config(**settings[name], **{"evaluation.every_steps": 0})
+    dropout = DROPOUT if name in ("ppo", "ahead") else {}
+    config = lora_config(**settings[name], **{"evaluation.every_steps": 0}, **dropout)
     config.training.num_steps = 2
     assert train(config, str(tmp_path / "run")) == 0
     rows = read_rows(tmp_path / "run")[:2]
@@ -184,6 +189,7 @@ def test_mistakes_of_settings(tmp_path):
     for fields, message in (
         ({"lora.targets": ()}, r"lora.targets=\(\) names no module"),
         ({"lora.rank": 0, "lora.path": "a"}, "lora.path='a' is not read with lora.rank=0"),
+        ({"lora.rank": 0, "lora.dropout": 0.1}, "lora.dropout=0.1 needs adapters"),
         ({"lora.path": "a"}, "lora.path='a' needs its base"),
         ({"model.reference_dtype": "bfloat16"}, "model.reference_dtype='bfloat16' is not read"),
     ):

@@ -46,6 +46,9 @@ def test_a_resumed_run_gives_a_lasting_tracker_no_row_twice(tmp_path):
     # The last row may have had an evaluation only, so it comes again.
     assert [step for step, _ in lasting.rows] == [0, 1, 2, 3, 4, 4, 5, 6]
     assert lasting.final == replaced.final == {"final/reward/mean": 6.0}
+    new = Memory(repeats=False)  # of a run that continues another one
+    MetricWriter(tmp_path, 7, [new], is_first=True).close()
+    assert [step for step, _ in new.rows] == list(range(7))
 
 
 def test_final_figures_are_the_last_ones_and_no_value_is_missing(tmp_path):

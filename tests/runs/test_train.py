@@ -59,7 +59,7 @@ def warm_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "group_rewards", scores_by_length)
         config = warm_config()
-        config.training.export = "bfloat16"  # changes nothing else
+        config.training.export = config.checkpoints.export = "bfloat16"  # changes nothing else
         assert train(config, str(workdir)) == 0
     return workdir
 
@@ -134,6 +134,9 @@ def _table(text):
 def test_the_model_is_written_at_the_end(warm_run):
     directory = warm_run / "model"
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+    for file in directory.iterdir():
+        same = warm_run / "checkpoints" / "3" / "model" / file.name
+        assert same.read_bytes() == file.read_bytes(), file.name
     exported = models.load_params(directory, models.load_config(directory))
     expected = jax.tree.map(lambda x: x.astype("bfloat16"), final_params(warm_run, 3))
     assert_same(exported, jax.tree.map(lambda x: x.astype("float32"), expected))
@@ -171,6 +174,17 @@ def test_a_run_from_another_begins_with_its_weights(warm_run, tmp_path, rewarded
     assert source.model == tmp_path / "run" / "start" and source.step == 1
     config.training.num_steps = 2
     assert train(config, str(tmp_path / "run")) == 0  # resumes
+
+
+@pytest.mark.slow
+def test_a_run_from_a_checkpoint_with_all_its_state_continues_it(warm_run, tmp_path, rewarded):
+    config, fork = warm_config(), tmp_path / "fork"
+    config.training.resume_from = str(warm_run / "checkpoints" / "2")
+    assert train(config, str(fork)) == 0
+    assert_same(final_params(fork, 3), final_params(warm_run, 3))
+    assert stable(read_rows(fork)) == stable(read_rows(warm_run))
+    for file in (warm_run / "rollouts").iterdir():
+        assert (fork / "rollouts" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 @pytest.mark.slow

@@ -23,7 +23,10 @@ RANK = 4
 
 @functools.cache
 def steps(sizes, dtype="float32"):
-    """Adapters, scalars and log-probabilities of two updates, and what the device holds."""
+    """Adapters, scalars and log-probabilities of two updates, and what the device holds.
+
+    The updates have dropout, whose masks are the same on every mesh.
+    """
     case = Case(sizes)
     policy, mesh, (batch, advantages, _) = case.policy(), case.mesh(), recorded()
     frozen = jax.tree.map(lambda leaf: leaf.astype(dtype), policy.init(jax.random.key(0)))
@@ -35,10 +38,10 @@ def steps(sizes, dtype="float32"):
     settings = {"policy": policy, "temperature": TEMPERATURE, "plan": RowPlan(mesh, 8)}
     params, opt_state = state.params, state.optimizer
     found = []
-    for _ in range(2):
+    for number in range(2):
         params, opt_state, scalars, _ = update_policy(
             params, opt_state, batch, None, None, advantages, None, base,
-            optimizer=OPTIMIZER, algorithm=ALGORITHM, **settings,
+            optimizer=OPTIMIZER, algorithm=ALGORITHM, number=number, dropout=0.1, **settings,
         )  # fmt: skip
         found.append(jax.device_get((params, scalars)))
     logprobs = batch_logprobs(models.adapted(params, base), batch, **settings).logprobs

@@ -118,6 +118,22 @@ def test_shared_prompts_by_hand():
     assert lay_out(batch, plan).num_micro == 2  # 4 + 5 + 3 tokens
 
 
+def test_masks_of_dropout_follow_the_tokens_wherever_they_lie():
+    """Each token has one number, with its prompt shared or not; padding has none."""
+    batch = with_equal_prompts(batch_of([(2, 2), (2, 3), (2, 1)]), slice(0, 2))
+    packed = RowPlan(mesh_of(1), micro_batch_tokens=10, pack_sequences=True)
+    found = []
+    for plan, columns in ((packed, 1e9), (RowPlan(mesh_of(2), micro_batch_size=2), 0.0)):
+        rows = lay_out(batch, plan, columns, dropout=7).rows
+        held = rows.segment_ids > 0
+        updates, numbers = rows.dropout
+        assert_equal(updates, np.where(held, 7, 0))
+        found.append(set(zip(rows.token_ids[held].tolist(), numbers[held].tolist())))
+        assert lay_out(batch, plan, columns).rows.dropout is None
+    assert found[0] == found[1] and len(found[0]) == len(dict(found[0])) == 10
+    assert len({number for _, number in found[0]}) == 10
+
+
 def test_a_prompt_is_in_each_row_that_has_responses_to_it():
     """Rows of 8 columns: a prompt and three responses; the prompt again, the fourth, and others."""
     batch = with_equal_prompts(batch_of([(2, 2)] * 4 + [(2, 1)]), slice(0, 4))

@@ -56,6 +56,11 @@ PLAIN = {"old": NONE, "reference": NONE, "corrects": NONE}
         # A step of one update.
         ({"loss.surrogate": "clip"} | ONE_UPDATE, {"old": UPDATE}),
         ({"importance.level": "token"} | ONE_UPDATE, {"corrects": UPDATE}),
+        ({"loss.surrogate": "clip", "lora.dropout": 0.1} | ONE_UPDATE, {"old": PASS}),
+        (
+            {"importance.level": "token", "lora.dropout": 0.1} | ONE_UPDATE,
+            {"old": PASS, "corrects": PASS},
+        ),
         ({"importance.level": "sequence"} | ONE_UPDATE, {"old": PASS, "corrects": PASS}),
     ],
 )
@@ -63,7 +68,7 @@ def test_who_computes_what(config, changed, planned):
     section = config.algorithms
     section.update_from_flattened_dict({"loss.surrogate": "reinforce", "loss.kl_coefficient": 0.0})
     for field, value in changed.items():
-        of = config if field.startswith(("rollout.", "training.")) else section
+        of = config if field.startswith(("rollout.", "training.", "lora.")) else section
         of.update_from_flattened_dict({field: value})
     found = plan_of(config)
     assert {name: getattr(found, name) for name in PLAIN} == PLAIN | planned

@@ -8,12 +8,12 @@ from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee
 
 def update_policy(
     params, opt_state, batch, old_logprobs, ref_logprobs, advantages, reference=None, base=None, *,
-    policy, optimizer, plan, importance=(), **options,
+    policy, optimizer, plan, importance=(), number=None, **options,
 ):  # fmt: skip
     """New parameters and optimiser state, scalars, and log-probabilities before the step."""
     loss = PolicyLoss(policy, importance=importance, **options)
     trainee = Trainee("policy", optimizer, loss, Frozen(base, reference))
-    rows = MiniBatch(batch, old_logprobs, ref_logprobs, advantages=advantages)
+    rows = MiniBatch(batch, old_logprobs, ref_logprobs, advantages=advantages, dropout=number)
     trained, scalars, logprobs = trainee.update(Trained(params, opt_state), rows, plan)
     return *trained, scalars, logprobs
 

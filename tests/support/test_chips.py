@@ -2,7 +2,7 @@
 
 import pytest
 
-from semrl_jax.planning.chips import CHIPS, find_slice, smallest_that_holds
+from semrl_jax.support.chips import CHIPS, find_slice, peak_flops, smallest_that_holds
 from semrl_jax.support.errors import UserError
 
 
@@ -64,3 +64,8 @@ def test_an_unknown_slice_is_refused_with_the_known_ones(text, message):
 def test_what_would_hold_a_model():
     assert smallest_that_holds(100e9) == ["v5e:2x4", "v5p:2x2x1", "v6e:2x2"]
     assert smallest_that_holds(1e15) == []
+
+
+def test_the_peak_of_a_device_by_its_name():
+    assert peak_flops("TPU v5 lite") == 197e12 and peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_flops("cpu") is peak_flops("NVIDIA H100 PCIe") is None  # which has another peak

@@ -10,7 +10,8 @@ direction, the bandwidth of its chip over twice the number of links. "How to sca
 
 Cards: NVIDIA's data sheets of H100, H200 and A100 (columns SXM) and of L40S. A peak is of bfloat16
 products without sparsity, half of what a sheet gives with it. Links are NVLink in one direction,
-half of a sheet's sum of both; an L40S has PCIe only.
+half of a sheet's sum of both; an L40S has PCIe only. `kinds` are JAX's names of devices with the
+peak of a chip or card.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Chip(NamedTuple):
     num_links: int  # links to other chips, two per dimension of the torus
     ring_multiple: int  # an axis with wraparound links is a multiple of this
     topologies: tuple[str, ...]  # slices that can be rented
+    kinds: tuple[str, ...]
 
     @property
     def link_bandwidth(self) -> float | int:
@@ -73,11 +75,14 @@ GB = 10**9
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", "v5litepod", 1, 16 * GB, 819 * GB, 197e12, 400 * GB, 4, 16, _FLAT),
-        Chip("v5p", "v5p", 2, 95 * GB, 2765 * GB, 459e12, 1200 * GB, 6, 4, _CUBES),
-        Chip("v6e", "v6e", 1, 32 * GB, 1638 * GB, 918e12, 800 * GB, 4, 16, _FLAT),
+        Chip("v5e", "v5litepod", 1, 16 * GB, 819 * GB, 197e12, 400 * GB, 4, 16, _FLAT,
+             ("TPU v5 lite", "TPU v5e")),
+        Chip("v5p", "v5p", 2, 95 * GB, 2765 * GB, 459e12, 1200 * GB, 6, 4, _CUBES,
+             ("TPU v5", "TPU v5p")),
+        Chip("v6e", "v6e", 1, 32 * GB, 1638 * GB, 918e12, 800 * GB, 4, 16, _FLAT,
+             ("TPU v6 lite", "TPU v6e")),
     )
-}
+}  # fmt: skip
 
 
 class Card(NamedTuple):
@@ -88,18 +93,22 @@ class Card(NamedTuple):
     hbm_bandwidth: float | int  # bytes per second
     flops: float | int  # bfloat16 products, floating point operations per second
     node_bandwidth: float | int  # bytes per second that it can send to the cards of its node
+    kinds: tuple[str, ...]
 
 
 CARDS = {
     card.name: card
     for card in (
-        Card("h100", 80 * GB, 3350 * GB, 989.4e12, 450 * GB),
-        Card("h200", 141 * GB, 4800 * GB, 989.4e12, 450 * GB),
-        Card("a100-80", 80 * GB, 2039 * GB, 312e12, 300 * GB),
-        Card("a100-40", 40 * GB, 1555 * GB, 312e12, 300 * GB),
-        Card("l40s", 48 * GB, 864 * GB, 362.05e12, 32 * GB),
+        Card("h100", 80 * GB, 3350 * GB, 989.4e12, 450 * GB, ("NVIDIA H100 80GB HBM3",)),
+        Card("h200", 141 * GB, 4800 * GB, 989.4e12, 450 * GB, ("NVIDIA H200",)),
+        Card("a100-80", 80 * GB, 2039 * GB, 312e12, 300 * GB,
+             ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")),
+        Card("a100-40", 40 * GB, 1555 * GB, 312e12, 300 * GB,
+             ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),
+        Card("l40s", 48 * GB, 864 * GB, 362.05e12, 32 * GB, ("NVIDIA L40S",)),
     )
-}
+}  # fmt: skip
+_PEAKS = {kind: one.flops for one in (*CHIPS.values(), *CARDS.values()) for kind in one.kinds}
 _BY_PREFIX = {name: chip for chip in CHIPS.values() for name in (chip.name, chip.prefix)}
 
 
@@ -190,6 +199,11 @@ def find_slice(text: str) -> Slice:
     if chip is None or shape not in chip.topologies:
         raise UserError(f"--topology={text!r:.100}: {known}.")
     return Slice(chip, tuple(int(size) for size in shape.split("x")))
+
+
+def peak_flops(kind: str) -> float | int | None:
+    """The peak of bfloat16 products of a device that JAX names `kind`; None if it is not known."""
+    return _PEAKS.get(kind)
 
 
 def _num_chips(shape: str) -> int:
