@@ -208,12 +208,6 @@ class Rollout:
 
 
 def check(rollout: Section) -> None:
-    most = rollout["max_response_tokens"]
-    if rollout["min_tokens"] > most:
-        raise UserError(
-            f"rollout.min_tokens={rollout['min_tokens']} must be at most "
-            f"rollout.max_response_tokens={most}; lower it."
-        )
     from semrl_jax.data.stop_words import expand_stop_words  # see settings.data
 
     expand_stop_words(rollout["stop_words"])

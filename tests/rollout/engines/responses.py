@@ -55,7 +55,9 @@ def processed_logprobs(logits, sampling, rollout=None):
             row[token] -= sampling.presence_penalty
         if t < sampling.min_tokens:
             row[[*sampling.eos_token_ids, *sampling.stop_token_ids]] = -np.inf
-    logits = logits / (sampling.temperature or 1.0)
+    if sampling.temperature == 0:
+        return scipy.special.log_softmax(logits, axis=-1)
+    logits = logits / sampling.temperature
     order = np.argsort(-logits, axis=-1)
     ranked = np.take_along_axis(logits, order, -1)
     if sampling.min_p:
