@@ -120,7 +120,6 @@ def check(evaluation: Section) -> None:
     from semrl_jax.data.prompt_rows import check_row_format  # see settings.data
 
     check_row_format(evaluation["row_format"], "evaluation.")
-    check_stop_strings("evaluation", evaluation)
     check_sampling(evaluation, most=most_responses(evaluation))
     if evaluation["verifier"]:
         check_function("evaluation.verifier", evaluation["verifier"])
@@ -161,11 +160,12 @@ def most_responses(evaluation: Section) -> int:
 
 
 def check_sampling(options: Section, place: str = "evaluation.", most: int = 0) -> None:
-    """Checks n, k (up to `most`, or n) and the fields of `DISTRIBUTION`, named after `place`."""
+    """Checks n, k (up to `most`, or n), the stop strings and the fields of `DISTRIBUTION`."""
     n, temperature = options["n"], options["temperature"]
     at_least(f"{place}n", n, 1)
     for name, interval in DISTRIBUTION.items():
         within(f"{place}{name}", options[name], interval)
+    check_stop_strings(place, options)
     if temperature != 0 and temperature < MIN_TEMPERATURE:
         raise UserError(
             f"{place}temperature={temperature} must be 0 or at least {MIN_TEMPERATURE}."

@@ -211,7 +211,7 @@ def check(rollout: Section) -> None:
     from semrl_jax.data.stop_words import expand_stop_words  # see settings.data
 
     expand_stop_words(rollout["stop_words"])
-    check_stop_strings("rollout", rollout)
+    check_stop_strings("rollout.", rollout)
     for address in rollout["addresses"]:
         split_address(address, "rollout.addresses")
     if rollout["addresses"] and rollout["addresses_file"]:
@@ -332,13 +332,13 @@ def check_quantization(config: ml_collections.ConfigDict, engine: str) -> None:
         )
 
 
-def check_stop_strings(name: str, section: Section) -> None:
-    """The field `stop_strings` of the section `name` is within the limits of the protocol."""
-    field, strings = f"{name}.stop_strings", section["stop_strings"]
+def check_stop_strings(place: str, section: Section) -> None:
+    """The field `stop_strings` of a section is within the limits of the protocol."""
+    field, strings = f"{place}stop_strings", section["stop_strings"]
     if strings and section["min_tokens"]:
         raise UserError(
-            f"{name}.min_tokens={section['min_tokens']} keeps back tokens, and {field} are none; "
-            "leave one of the two out."
+            f"{place}min_tokens={section['min_tokens']} keeps back tokens, and {field}="
+            f"{strings!r:.60} are texts; set min_tokens=0 or stop_strings=()."
         )
     at_most(f"number of {field}", len(strings), MAX_STOP_STRINGS)
     for text in strings:

@@ -611,7 +611,7 @@ def _check_sampling(sampling: SamplingParams, limits: ReplicaDescription) -> Non
     if sampling.min_tokens and sampling.stop_strings:
         raise ValueError(
             f"sampling.min_tokens={sampling.min_tokens} keeps back tokens, and stop strings are "
-            "none; leave one of the two out."
+            "texts; leave one of the two out."
         )
     ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
     has_others = not sampling.min_tokens or len(ends) < limits.vocab_size

@@ -248,7 +248,7 @@ def test_models_and_a_wrong_name(served):
             "repetition_penalty=0: Input should be",
         ),
         ({"extra_body": {"min_tokens": 9}, "max_tokens": 8}, r"min_tokens=9 must be in \[0, 8\]"),
-        ({"extra_body": {"min_tokens": 9}, "stop": "x"}, "stop strings are none; leave one"),
+        ({"extra_body": {"min_tokens": 9}, "stop": "x"}, "stop strings are texts; leave"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs=3"),
