@@ -20,6 +20,7 @@ from ml_collections import config_flags
 from launch import cli
 from launch.fields import (
     OF_SAMPLING,
+    UNMODIFIED,
     chosen_fields,
     config_of_policy,
     define_flags,
@@ -52,10 +53,7 @@ FIELDS = {
 }
 GIVEN = define_flags(FIELDS)
 DEFAULTS = {
-    "evaluation.temperature": 1.0,
-    "evaluation.top_p": 1.0,
-    "evaluation.top_k": 0,
-    "evaluation.min_p": 0.0,
+    **UNMODIFIED,
     "evaluation.metrics": True,
     "environment.name": "",
 }

@@ -16,7 +16,7 @@ from launch import cli
 from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import run_of
-from semrl_jax.types import DISTRIBUTION, HiddenStateParams
+from semrl_jax.types import DISTRIBUTION, HiddenStateParams, SamplingParams, distribution_of
 
 STATE_KINDS = ("decode", "prefill")
 Fields = Mapping[str, tuple[str, str, str]]  # field of the config, kind and help, by flag
@@ -27,6 +27,10 @@ OF_SAMPLING: Fields = {
     "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
     "engine": ("rollout.engine", "string", "jax or vllm"),
     "seed": ("seed", "integer", "of the sampling"),
+}
+# The model's own distribution.
+UNMODIFIED = {
+    f"evaluation.{name}": value for name, value in distribution_of(SamplingParams(1)).items()
 }
 flags.disclaim_key_flags()  # those that `define_flags` defines are of the command
 

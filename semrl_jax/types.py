@@ -24,8 +24,18 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 TURN_METRICS = {
     f"turn_{key.label}": key for key in (MetricKey("effective_rank", order) for order in ORDERS)
 }
-# Fields of `SamplingParams` that config.rollout and config.evaluation have, too.
-DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+# Fields of `SamplingParams` that config.rollout, config.evaluation, plans of scores, vLLM and HTTP
+# have too, by the same names. The values are their ranges, see `support.intervals`.
+DISTRIBUTION: Mapping[str, str] = {
+    "temperature": "[0, inf)",
+    "top_p": "(0, 1]",
+    "top_k": "[0, inf)",
+    "min_p": "[0, 1]",
+    "presence_penalty": "[-2, 2]",
+    "frequency_penalty": "[-2, 2]",
+    "repetition_penalty": "(0, inf)",
+    "min_tokens": "[0, inf)",
+}
 MAX_STOP_STRINGS = 64  # of a call
 MAX_STOP_CHARACTERS = 128  # of a stop string
 
@@ -100,6 +110,12 @@ class SamplingParams:
       stop_strings: end a response with finish reason "stop", at the first token with which its
         decoded text contains one of them; special tokens add no text. A stop string may span
         several tokens. All tokens up to this one stay in the response.
+      presence_penalty, frequency_penalty: subtracted from the logit of each token that the response
+        has, once, and as often as the response has it. 0 changes nothing.
+      repetition_penalty: divides positive logits, and multiplies others, of tokens that the prompt
+        or the response has; before the other two. 1 changes nothing.
+      min_tokens: a response has at least as many tokens before an end or stop token. It excludes
+        stop strings.
     """
 
     max_tokens: int
@@ -110,11 +126,30 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the probabilities of some tokens may become 0."""
+        """Whether only the most probable tokens are kept."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens that a prompt or response has."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the distribution is another than the model's at this temperature."""
+        return self.is_truncated or self.has_penalties or self.min_tokens > 0
+
+
+def distribution_of(options: Any) -> dict[str, Any]:
+    """The fields of `DISTRIBUTION` of a section of the config, or of a record that has them."""
+    return {name: getattr(options, name) for name in DISTRIBUTION}
 
 
 @dataclasses.dataclass(frozen=True)

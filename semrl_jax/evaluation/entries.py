@@ -17,14 +17,15 @@ from semrl_jax.settings.environment import check as check_environment
 from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rules import Section, split_entry
 from semrl_jax.support.errors import UserError
+from semrl_jax.types import DISTRIBUTION
 
 FIELD = "evaluation.benchmarks"
 GRADER = "benchmark"  # verifier of named sets
 # Settings of the evaluator; the others say how problems are read.
-EVALUATOR_SETTINGS = ("n", "temperature", "top_p", "top_k", "min_p", "verifier")
+EVALUATOR_SETTINGS = ("n", *DISTRIBUTION, "verifier")
 SET_SETTINGS = ("num_problems", "template", "name", "shots", *EVALUATOR_SETTINGS)
 # All others of an entry are options of the environment, which grades its episodes itself.
-ENVIRONMENT_SETTINGS = ("num_problems", "name", "n", "temperature", "top_p", "top_k", "min_p")
+ENVIRONMENT_SETTINGS = ("num_problems", "name", "n", *DISTRIBUTION)
 
 
 class Entry(NamedTuple):

@@ -30,8 +30,9 @@ from semrl_jax.settings.evaluation import check_sampling
 from semrl_jax.settings.rollout import MIN_TEMPERATURE
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.intervals import in_words, is_within
 from semrl_jax.support.modules import running
-from semrl_jax.types import DISTRIBUTION, Rollout, SampleRequest
+from semrl_jax.types import DISTRIBUTION, Rollout, SampleRequest, distribution_of
 
 # Settings of the sampling that an entry of `evaluation.benchmarks` may have of its own.
 SAMPLING = ("n", *DISTRIBUTION)
@@ -163,10 +164,7 @@ class Evaluator:
             {index: self.problems[index].answer for index in asked},
             columns={index: self.problems[index].columns for index in asked},
             verifier=self.graders.get(places[0][0].name),
-            temperature=plan.temperature,
-            top_p=plan.top_p,
-            top_k=plan.top_k,
-            min_p=plan.min_p,
+            **distribution_of(plan),
             stop_strings=self.config.evaluation.stop_strings,
             measuring=Measuring(options, self.measurer) if self.config.evaluation.metrics else None,
             arrived=arrived,
@@ -298,14 +296,14 @@ def plans_of(
 def _check_plan(plan: Plan) -> None:
     if not (isinstance(plan.num_samples, int) and plan.num_samples >= 1):
         raise ValueError(f"num_samples={plan.num_samples} must be a whole number of at least 1")
-    if not (isinstance(plan.top_k, int) and plan.top_k >= 0):
-        raise ValueError(f"top_k={plan.top_k} must be a whole number of at least 0")
+    for name in ("top_k", "min_tokens"):
+        if not isinstance(getattr(plan, name), int):
+            raise ValueError(f"{name}={getattr(plan, name)} must be a whole number")
     if plan.temperature != 0 and not MIN_TEMPERATURE <= plan.temperature < 2**31:
         raise ValueError(f"temperature={plan.temperature} must be 0 or at least {MIN_TEMPERATURE}")
-    if not 0 < plan.top_p <= 1:
-        raise ValueError(f"top_p={plan.top_p} must be in (0, 1]")
-    if not 0 <= plan.min_p <= 1:
-        raise ValueError(f"min_p={plan.min_p} must be in [0, 1]")
+    for name, interval in DISTRIBUTION.items():
+        if not is_within(getattr(plan, name), interval):
+            raise ValueError(f"{name}={getattr(plan, name)} must be {in_words(interval)}")
 
 
 def most_requests(

@@ -11,17 +11,12 @@ from jaxtyping import Float, Int
 from semrl_jax.evaluation.protocols import PerProblem, Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample
 from semrl_jax.support.errors import UserError
+from semrl_jax.types import distribution_of
 
 
 def plan(options: ml_collections.ConfigDict) -> Plan:
     """The sampling that `config.evaluation` sets, so that these scores share their responses."""
-    return Plan(
-        num_samples=options.n,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-    )
+    return Plan(num_samples=options.n, **distribution_of(options))
 
 
 def num_samples(problems: Sequence[Sequence[Sample]]) -> int:

@@ -31,7 +31,7 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import compilation
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import DISTRIBUTION, SampleRequest
+from semrl_jax.types import SampleRequest, distribution_of
 
 EXIT_UNANSWERED = 2
 HELP = "a line is a question; /new forgets the conversation, /quit or Ctrl-D ends"
@@ -209,7 +209,7 @@ def asked(
         measuring=measuring,
         stop_strings=options.stop_strings,
         arrived=lambda rollout: None,
-        **{name: options[name] for name in DISTRIBUTION},
+        **distribution_of(options),
     )
     return scored, time.monotonic() - started
 

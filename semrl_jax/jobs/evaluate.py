@@ -56,7 +56,7 @@ from semrl_jax.support.safe_files import write_json
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import batch_scores, find_reward_model
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.types import Rollout
+from semrl_jax.types import Rollout, SamplingParams, distribution_of
 
 REWARD_MODEL = MetricKey("reward_model")
 Judge = Callable[[Scored], Scored]
@@ -338,12 +338,15 @@ def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter
 
 
 def _sampling_text(config: ml_collections.ConfigDict) -> str:
-    options = config.evaluation
-    how = [f"temperature {options.temperature:g}", f"top-p {options.top_p:g}"]
-    how += [f"top-k {options.top_k}"] * (options.top_k > 0)
-    how += [f"min-p {options.min_p:g}"] * (options.min_p > 0)
-    if options.temperature == 0:
+    options, usual = distribution_of(config.evaluation), vars(SamplingParams(1))
+    how = [f"temperature {options.pop('temperature'):g}", f"top-p {options.pop('top_p'):g}"]
+    if config.evaluation.temperature == 0:
         how = ["greedy"]
+    how += [
+        f"{name.replace('_', '-')} {value:g}"
+        for name, value in options.items()
+        if value != usual[name]
+    ]
     return ", ".join([*how, f"at most {config.rollout.max_response_tokens} tokens"])
 
 

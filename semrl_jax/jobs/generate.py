@@ -29,7 +29,13 @@ from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
 from semrl_jax.support import response_files
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import DISTRIBUTION, HiddenStateParams, Rollout, SampleRequest
+from semrl_jax.types import (
+    DISTRIBUTION,
+    HiddenStateParams,
+    Rollout,
+    SampleRequest,
+    distribution_of,
+)
 
 RECORD = "generation.json"
 GRADER_OPTIONS = ("timeout_s", "num_workers", "memory_limit_gib")  # of config.rewards
@@ -183,7 +189,7 @@ class Generation(NamedTuple):
             stop_strings=config.evaluation.stop_strings,
             states=states,
             arrived=arrived,
-            **{name: config.evaluation[name] for name in DISTRIBUTION},
+            **distribution_of(config.evaluation),
         )
         table = files.response_table(
             items,

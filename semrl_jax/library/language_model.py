@@ -143,9 +143,9 @@ class LanguageModel(contextlib.AbstractContextManager):
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
-        min_p: float = 0.0,
         seed: int = 0,
         states: bool = False,
+        **distribution: float,
     ) -> list[list[Response]]:
         """Samples `n` responses to each prompt. Equal arguments give equal responses.
 
@@ -154,9 +154,11 @@ class LanguageModel(contextlib.AbstractContextManager):
           n: responses to each.
           max_tokens: of a response.
           temperature: 0 is greedy.
-          top_p, top_k, min_p: keep the most probable tokens; 1, 0 and 0 keep all.
+          top_p, top_k: keep the most probable tokens; 1 and 0 keep all.
           seed: of all random numbers.
           states: whether the responses have their hidden states, of the final layer.
+          distribution: min_p, presence_penalty, frequency_penalty, repetition_penalty, min_tokens;
+            see `types.SamplingParams`.
         """
         is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping))
         encoded = [self.encode(prompt) for prompt in ([prompts] if is_one else prompts)]
@@ -168,9 +170,7 @@ class LanguageModel(contextlib.AbstractContextManager):
         if not requests:
             return [[] for _ in encoded]
         client, version = self._opened()
-        sampling = SamplingParams(
-            max_tokens, temperature, top_p, top_k, eos_token_ids=self._ends, min_p=min_p
-        )
+        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, self._ends, **distribution)
         kept = HiddenStateParams((-1,) if states else (), "float32")
         rollouts = client.generate(requests, sampling, kept, version=version)
         found = {rollout.sample_id: self._response(rollout) for rollout in rollouts}

@@ -43,7 +43,7 @@ from semrl_jax.training.passes import PASS, PassPlan
 from semrl_jax.training.policy_update import SlotValues, row_logprobs
 from semrl_jax.training.train_state import POLICY, abstract_copied, abstract_everywhere, laid_out
 from semrl_jax.training.trainee import update_rows
-from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
+from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams, distribution_of
 
 # Where this pass fails, the program is compiled without it: libtpu 0.0.42 stops ("RET_CHECK failure
 # ... user->opcode() == kAdd") if gradients are summed by an all-reduce inside the loop over
@@ -191,10 +191,7 @@ class Programs:
         rows, group = rows_of_slots(rollout, count, mesh.shape["replica"])
         sampling = SamplingParams(
             max_tokens=rollout.max_response_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
+            **distribution_of(rollout),
             eos_token_ids=(0,),
         )
         kind, values = split_sampling(sampling)
@@ -205,6 +202,7 @@ class Programs:
                 group=group,
                 num_prompt_columns=prompt_columns(rollout.max_prompt_tokens),
                 columns=rollout.max_response_tokens,
+                counted=sampling.has_penalties,
             )
         )
         layouts = jax.tree.map(lambda spec: NamedSharding(mesh, spec), slot_specs(shapes, mesh))

@@ -35,6 +35,7 @@ from semrl_jax.shaping import ShapingOptions
 from semrl_jax.support.choices import TOKEN_INDICATORS
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
+from semrl_jax.types import SamplingParams, distribution_of
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
@@ -344,13 +345,14 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
 def _check_importance(config: ml_collections.ConfigDict) -> None:
     level, rollout = importance_options(config)["level"], config.rollout
     field = "level" if level == config.algorithms.importance.level else "level_ahead"
-    # Log-probabilities of a truncated distribution are renormalised, so they are not comparable.
-    for of, whole in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
-        if level != "none" and rollout[of] != whole:
+    # The trainer's log-probabilities are of the model's own distribution at the temperature.
+    own = vars(SamplingParams(1)) | {"temperature": rollout.temperature}
+    for of, value in distribution_of(rollout).items():
+        if level != "none" and value != own[of]:
             raise UserError(
                 f"algorithms.importance.{field}={level!r} compares log-probabilities of "
-                f"the whole vocabulary, but rollout.{of}={rollout[of]} samples from a part of it; "
-                f"set rollout.{of}={whole}, or {field} to 'none'."
+                f"the model's own distribution, but rollout.{of}={value} samples from another one; "
+                f"set rollout.{of}={own[of]:g}, or {field} to 'none'."
             )
 
 
@@ -370,6 +372,12 @@ def _check_ahead(config: ml_collections.ConfigDict) -> None:
     if num_parts(config.rollout) == 1:
         return
     parts = f"rollout.in_flight='keep' with rollout.max_staleness={lag} samples responses in parts"
+    for name in ("presence_penalty", "frequency_penalty"):
+        if config.rollout[name]:
+            raise UserError(
+                f"{parts}, so that rollout.{name}={config.rollout[name]} would miss the tokens of "
+                f"earlier parts; set in_flight='wait' or {name}=0."
+            )
     if rounds := config.algorithms.batch_rules.max_sampling_rounds:
         raise UserError(
             f"{parts} before earlier prompts are known under algorithms.batch_rules."

@@ -117,9 +117,11 @@ class InParts:
     ) -> list[Rollout]:
         rollout, found = self.config.rollout, []
         size = part_tokens(rollout)
-        limit = min(size, rollout.max_response_tokens - size * (newest - batch.step))
+        before = size * (newest - batch.step)
+        limit = min(size, rollout.max_response_tokens - before)
         if requests := self._requests(batch, newest) if limit > 0 else []:
             options = training_options(self.config, self.measurer, batch.step)
+            options["min_tokens"] = max(rollout.min_tokens - before, 0)
             calls = self.sampler.generate(requests, max_tokens=limit, **options)
             with contextlib.closing(calls):
                 for item in calls:

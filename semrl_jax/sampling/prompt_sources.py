@@ -15,6 +15,8 @@ from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.sampling.openings import held_out_tasks, training_tasks
 from semrl_jax.settings.rules import split_entry
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.intervals import in_words, is_within
+from semrl_jax.types import DISTRIBUTION
 
 # Default settings of a file, see `data.load_prompts`.
 ROW_DEFAULTS = {
@@ -27,15 +29,12 @@ ROW_DEFAULTS = {
 # Settings that an entry of evaluation.files may have. Those of evaluation.benchmarks have more.
 FILE_SETTINGS = (*ROW_DEFAULTS, "num_problems", "name")
 
-_WHOLE, _DECIMAL = r"\d{1,9}", r"\d*\.?\d+(?:[eE]-?\d{1,3})?"
-_NUMBERS = {
-    "num_problems": (_WHOLE, lambda x: x >= 1, "a whole number from 1 to 999999999"),
-    "n": (_WHOLE, lambda x: x >= 1, "a whole number from 1 to 999999999"),
-    "shots": (_WHOLE, lambda x: x >= 0, "a whole number from 0 to 999999999"),
-    "top_k": (_WHOLE, lambda x: x >= 0, "a whole number from 0 to 999999999"),
-    "temperature": (_DECIMAL, lambda x: 0 <= x < math.inf, "a number of at least 0"),
-    "min_p": (_DECIMAL, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    "top_p": (_DECIMAL, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+_WHOLE = ("num_problems", "n", "shots", "top_k", "min_tokens")
+_RANGES = {
+    "num_problems": "[1, 999999999]",
+    "n": "[1, 999999999]",
+    "shots": "[0, 999999999]",
+    **DISTRIBUTION,
 }
 
 
@@ -283,12 +282,14 @@ def setting_values(field: str, entry: str, found: Mapping[str, Sequence[str]]) -
 def _setting_value(field: str, name: str, value: str) -> str | int | float:
     if name == "row_format":
         data.check_row_format(value, field)
-    elif name in _NUMBERS:
-        pattern, is_allowed, rule = _NUMBERS[name]
+    elif name in _RANGES:
+        is_whole, interval = name in _WHOLE, _RANGES[name]
+        pattern = r"\d{1,9}" if is_whole else r"-?\d*\.?\d+(?:[eE]-?\d{1,3})?"
         number = float(value) if re.fullmatch(pattern, value) else math.nan
-        if not is_allowed(number):
-            raise UserError(f"{field}{name}={value!r} must be {rule}.")
-        return int(value) if pattern == _WHOLE else number
+        if not is_within(number, interval):
+            kind = "whole number" if is_whole else "number"
+            raise UserError(f"{field}{name}={value!r} must be a {kind}, {in_words(interval)}.")
+        return int(value) if is_whole else number
     elif name == "name" and not value.strip():
         raise UserError(f"{field}{name}={value!r} must not be empty.")
     return value

@@ -15,7 +15,13 @@ from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.support.clock import Clock
-from semrl_jax.types import DISTRIBUTION, HiddenStateParams, MetricParams, Rollout, SampleRequest
+from semrl_jax.types import (
+    HiddenStateParams,
+    MetricParams,
+    Rollout,
+    SampleRequest,
+    distribution_of,
+)
 
 TRAINING, EVALUATION, GENERATION = 1, 2, 3  # streams of the sampling seeds
 REPLICA_OPTIONS = ("stride", "window", "method", "num_threads")
@@ -81,16 +87,11 @@ def training_options(
     states, every = config.hidden_states, config.hidden_states.compare_every
     compares = every and step % every == 0  # with the policy's own states
     return {
-        **distribution(config.rollout),
+        **distribution_of(config.rollout),
         "stop_strings": config.rollout.stop_strings,
         "measuring": Measuring(config.metrics, measurer) if states.source == "rollout" else None,
         "states": HiddenStateParams((FINAL_LAYER,)) if compares else None,
     }
-
-
-def distribution(rollout: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The distribution that training samples from; `rollout` is the section of the config."""
-    return {name: rollout[name] for name in DISTRIBUTION}
 
 
 def asked_of_replicas(

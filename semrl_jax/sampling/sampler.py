@@ -142,8 +142,11 @@ class Sampler:
                 raise Retry("a replica has lost them")
             return self.sync.send_here(weights.step, weights.read)
 
+        limit = max_tokens or rollout.max_response_tokens
+        # A later turn of an episode may have less room.
+        distribution["min_tokens"] = min(distribution.get("min_tokens", 0), limit)
         sampling = SamplingParams(
-            max_tokens=max_tokens or rollout.max_response_tokens,
+            max_tokens=limit,
             eos_token_ids=self.end_token_ids,
             stop_token_ids=self._stop_token_ids,
             stop_strings=tuple(stop_strings),

@@ -123,7 +123,7 @@ def unknown_field(config: ml_collections.ConfigDict, field: str) -> str:
 
 
 def check_sections(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first wrong field; each section is checked alone."""
+    """Raises UserError for the first wrong field; most sections are checked alone."""
     for field, value in flatten(config).items():
         if place := moved.new_places(field):
             raise UserError(f"the config sets a field of an earlier version: {place}.")
@@ -138,3 +138,10 @@ def check_sections(config: ml_collections.ConfigDict) -> None:
             module = importlib.import_module(f"semrl_jax.settings.{field.name}")
             if hasattr(module, "check"):
                 module.check(config[field.name])
+    most = config.rollout.max_response_tokens
+    for name in ("rollout", "evaluation"):
+        if config[name].min_tokens > most:
+            raise UserError(
+                f"{name}.min_tokens={config[name].min_tokens} must be at most "
+                f"rollout.max_response_tokens={most}; lower it."
+            )

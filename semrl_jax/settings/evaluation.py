@@ -13,6 +13,7 @@ from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import at_least, fields_of, follows, section, setting, within
 from semrl_jax.support.modules import module_names
+from semrl_jax.types import DISTRIBUTION
 
 ALL_PROBLEMS = 10**9  # evaluation.num_problems of an evaluation of its own, unless it is given
 # The sampling of the published evaluations (docs/evaluation.md).
@@ -80,7 +81,11 @@ class Evaluation:
     )
     top_p: float = setting(1.0, "as rollout.top_p, for these scores")
     top_k: int = setting(0, "as rollout.top_k, for these scores")
-    min_p: float = setting(0.0, "as rollout.min_p, for these scores", within="[0, 1]")
+    min_p: float = setting(0.0, "as rollout.min_p, for these scores")
+    presence_penalty: float = setting(0.0, "as rollout.presence_penalty, for these scores")
+    frequency_penalty: float = setting(0.0, "as rollout.frequency_penalty, for these scores")
+    repetition_penalty: float = setting(1.0, "as rollout.repetition_penalty, for these scores")
+    min_tokens: int = setting(0, "as rollout.min_tokens, for these scores", "tokens")
     k: tuple[int, ...] = setting(
         (1,), "values of k in pass@k, maj@k and best@k; at most n", items=int
     )
@@ -121,7 +126,6 @@ def check(evaluation: Section) -> None:
     from semrl_jax.data.prompt_rows import check_row_format  # see settings.data
 
     check_row_format(evaluation["row_format"], "evaluation.")
-    check_stop_strings("evaluation", evaluation)
     check_sampling(evaluation, most=most_responses(evaluation))
     if evaluation["verifier"]:
         check_function("evaluation.verifier", evaluation["verifier"])
@@ -162,11 +166,12 @@ def most_responses(evaluation: Section) -> int:
 
 
 def check_sampling(options: Section, place: str = "evaluation.", most: int = 0) -> None:
-    """Checks n, k (up to `most`, or n), temperature, top_p and top_k, named after `place`."""
+    """Checks n, k (up to `most`, or n), the stop strings and the fields of `DISTRIBUTION`."""
     n, temperature = options["n"], options["temperature"]
     at_least(f"{place}n", n, 1)
-    within(f"{place}top_p", options["top_p"], "(0, 1]")
-    at_least(f"{place}top_k", options["top_k"], 0)
+    for name, interval in DISTRIBUTION.items():
+        within(f"{place}{name}", options[name], interval)
+    check_stop_strings(place, options)
     if temperature != 0 and temperature < MIN_TEMPERATURE:
         raise UserError(
             f"{place}temperature={temperature} must be 0 or at least {MIN_TEMPERATURE}."

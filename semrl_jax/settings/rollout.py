@@ -12,7 +12,7 @@ from semrl_jax.support.addresses import split_address
 from semrl_jax.support.choices import DTYPES
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import at_most, setting
-from semrl_jax.types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from semrl_jax.types import DISTRIBUTION, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 ENGINES = ("jax", "vllm")
 QUANTIZATIONS = ("", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block")  # as vLLM names them
@@ -63,7 +63,25 @@ class Rollout:
     min_p: float = setting(
         0.0,
         "sample from tokens with this share of the largest probability; 0: all",
-        within="[0, 1]",
+        within=DISTRIBUTION["min_p"],
+    )
+    presence_penalty: float = setting(
+        0.0,
+        "subtracted from the logit of each token that the response has; docs/data.md",
+        within=DISTRIBUTION["presence_penalty"],
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        "as presence_penalty, times the number of such tokens in the response",
+        within=DISTRIBUTION["frequency_penalty"],
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "divides positive logits, and multiplies others, of tokens of prompt and response",
+        within=DISTRIBUTION["repetition_penalty"],
+    )
+    min_tokens: int = setting(
+        0, "a response has at least as many before its end token", "tokens", at_least=0
     )
     max_prompt_tokens: int = setting(512, "longer prompts of files are left out", above=0)
     max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
@@ -193,7 +211,7 @@ def check(rollout: Section) -> None:
     from semrl_jax.data.stop_words import expand_stop_words  # see settings.data
 
     expand_stop_words(rollout["stop_words"])
-    check_stop_strings("rollout", rollout)
+    check_stop_strings("rollout.", rollout)
     for address in rollout["addresses"]:
         split_address(address, "rollout.addresses")
     if rollout["addresses"] and rollout["addresses_file"]:
@@ -314,9 +332,14 @@ def check_quantization(config: ml_collections.ConfigDict, engine: str) -> None:
         )
 
 
-def check_stop_strings(name: str, section: Section) -> None:
-    """The field `stop_strings` of the section `name` is within the limits of the protocol."""
-    field, strings = f"{name}.stop_strings", section["stop_strings"]
+def check_stop_strings(place: str, section: Section) -> None:
+    """The field `stop_strings` of a section is within the limits of the protocol."""
+    field, strings = f"{place}stop_strings", section["stop_strings"]
+    if strings and section["min_tokens"]:
+        raise UserError(
+            f"{place}min_tokens={section['min_tokens']} keeps back tokens, and {field}="
+            f"{strings!r:.60} are texts; set min_tokens=0 or stop_strings=()."
+        )
     at_most(f"number of {field}", len(strings), MAX_STOP_STRINGS)
     for text in strings:
         if not 0 < len(text) <= MAX_STOP_CHARACTERS:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.intervals import in_words, is_within
 
 # Units that the end of a field's name says.
 UNITS = {"_tokens": "tokens", "_steps": "steps", "_s": "seconds", "_gib": "GiB"}
@@ -151,11 +152,8 @@ def at_most(field: str, value: Any, limit: float | int) -> None:
 
 def within(field: str, value: Any, interval: str) -> None:
     """The value is in an interval such as "[0, 1)"."""
-    low, high = map(float, interval[1:-1].split(", "))
-    is_above = value >= low if interval[0] == "[" else value > low
-    is_below = value <= high if interval[-1] == "]" else value < high
-    if not (is_above and is_below):
-        raise UserError(f"{field}={value} must be in {interval}.")
+    if not is_within(value, interval):
+        raise UserError(f"{field}={value} must be {in_words(interval)}.")
 
 
 def one_of(field: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -6,12 +6,14 @@ import pytest
 
 from semrl_jax import data
 from semrl_jax.evaluation.evaluator import benchmarks_of
+from semrl_jax.evaluation.protocols import Plan
 from semrl_jax.evaluation.scores import pass_at_k
 from semrl_jax.settings.evaluation import check_sampling, most_responses
 from semrl_jax.support.errors import UserError
+from semrl_jax.types import distribution_of
 
 OPTIONS = ml_collections.ConfigDict(
-    {"n": 2, "k": (1, 2, 4), "temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    {"n": 2, "k": (1, 2, 4), "stop_strings": (), **distribution_of(Plan()), "temperature": 0.6}
 )
 
 

@@ -19,6 +19,7 @@ from semrl_jax.algorithms import grpo, ppo
 from semrl_jax.runs import validate
 from semrl_jax.settings.environment import Environment
 from semrl_jax.settings.rules import flatten
+from semrl_jax.types import DISTRIBUTION
 
 RECORD = json.loads(
     (pathlib.Path(__file__).parents[1] / "golden" / "verl_launcher.json").read_text()
@@ -246,9 +247,14 @@ OURS_ALONE = {
     "metrics.of_groups": "the launcher has none",
     "metrics.drift_every": "the launcher has no reference",
     "metrics.probes": "the launcher has none",
-    "evaluation.n": "of other scores", "evaluation.temperature": "of other scores",
-    "evaluation.top_": "of other scores", "evaluation.min_p": "of other scores",
-    "rollout.min_p": "0: off", "evaluation.k": "of other scores",
+    "evaluation.n": "of other scores",
+    "evaluation.k": "of other scores",
+    **{f"evaluation.{name}": "of other scores" for name in DISTRIBUTION},
+    **{
+        f"rollout.{name}": "changes nothing by default"
+        for name in DISTRIBUTION
+        if name.startswith(("min_", "presence_", "frequency_", "repetition_"))
+    },
     "evaluation.responses_per_call": "of another command",
     "evaluation.reward_model": "of another command",
     "evaluation.held_out": "files alone", "evaluation.subset_seed": "all problems",

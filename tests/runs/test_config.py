@@ -275,12 +275,38 @@ def test_importance_weights_need_the_whole_vocabulary(level):
     config = quickstart.get_config()
     config.algorithms.importance.level = level
     validate(config)
-    for field, value in (("top_p", 0.9), ("top_k", 50), ("min_p", 0.1)):
+    for field, value in {
+        "top_p": 0.9, "top_k": 50, "min_p": 0.1, "presence_penalty": -0.5, "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2, "min_tokens": 4,
+    }.items():  # fmt: skip
         config = quickstart.get_config()
         config.rollout[field] = value
         validate(config)
         config.algorithms.importance.level = level
         refused(rf"level='{level}'.* rollout.{field}={value} samples", validate, config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout.presence_penalty": 2.5}, r"presence_penalty=2.5 must be in \[-2, 2\]"),
+        ({"rollout.repetition_penalty": 0.0}, "repetition_penalty=0.0 must be finite and above 0"),
+        ({"rollout.min_tokens": 9999}, "min_tokens=9999 must be at most rollout.max_response_"),
+        ({"rollout.min_tokens": 1, "rollout.stop_strings": ("x",)}, "are texts; set min_tokens=0"),
+        ({"evaluation.frequency_penalty": -3.0}, "evaluation.frequency_penalty=-3.0 must be in"),
+        (
+            {
+                "rollout.in_flight": "keep", "rollout.max_staleness": 2,
+                "rollout.frequency_penalty": 0.5, "algorithms.importance.level_ahead": "none",
+            },
+            "frequency_penalty=0.5 would miss the tokens of earlier parts",
+        ),
+    ],
+)  # fmt: skip
+def test_penalties_that_cannot_be(fields, message):
+    config = quickstart.get_config()
+    config.update_from_flattened_dict(fields)
+    refused(message, validate, config)
 
 
 def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):

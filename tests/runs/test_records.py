@@ -269,18 +269,22 @@ def test_zero_variance_groups_are_the_groups_without_advantages(reward):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k", "min_p", "raw", "largest"),
+    ("temperature", "options", "raw", "largest"),
     [
-        (0.5, 1.0, 0, 0.0, False, 0.25),  # both over the whole vocabulary, at any temperature
-        (1.0, 0.5, 0, 0.0, True, 0.125),
-        (1.0, 1.0, 2, 0.0, True, 0.125),
-        (1.0, 1.0, 0, 0.1, True, 0.125),
-        (0.5, 0.5, 0, 0.0, True, None),  # raw log-probabilities are at temperature 1
-        (1.0, 0.5, 0, 0.0, False, None),
+        (0.5, {}, False, 0.25),  # both of the model's own distribution, at any temperature
+        (1.0, {"top_p": 0.5}, True, 0.125),
+        (1.0, {"top_k": 2}, True, 0.125),
+        (1.0, {"min_p": 0.1}, True, 0.125),
+        (1.0, {"presence_penalty": -1.0}, True, 0.125),
+        (1.0, {"frequency_penalty": 1.0}, True, 0.125),
+        (1.0, {"repetition_penalty": 1.1}, True, 0.125),
+        (1.0, {"min_tokens": 2}, True, 0.125),
+        (0.5, {"top_p": 0.5}, True, None),  # raw log-probabilities are at temperature 1
+        (1.0, {"top_p": 0.5}, False, None),
     ],
 )
 def test_only_log_probabilities_of_one_distribution_are_compared(
-    temperature, top_p, top_k, min_p, raw, largest
+    temperature, options, raw, largest
 ):
     old = np.array([[-1, -2, 7], [-3, 7, 7]], np.float32)
     lengths, rollouts = (2, 1), []
@@ -290,7 +294,7 @@ def test_only_log_probabilities_of_one_distribution_are_compared(
             fields["rollout_raw_logprobs"] = row[:length] - np.float32(0.125)
         rollout = make_scored(response_ids=np.ones(length, np.int32)).rollout
         rollouts.append(dataclasses.replace(rollout, **fields))
-    sampling = SamplingParams(1, temperature, top_p, top_k, min_p=min_p)
+    sampling = SamplingParams(1, temperature, **options)
     scalars = logprob_mismatch(rollouts, old, sampling)
     assert set(scalars.values()) == ({largest} if largest else set())
 

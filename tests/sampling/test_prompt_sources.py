@@ -83,7 +83,7 @@ MISTAKES = {
     "gsm8k.jsonl:template=abel:template=plain": "template is set twice",
     "gsm8k.jsonl:template=abell": "template='abell' is unknown; choose from",
     "gsm8k.jsonl:row_format=gsm8k": "row_format='gsm8k' must be one of",
-    "gsm8k.jsonl:num_problems=0": "num_problems='0' must be a whole number from 1",
+    "gsm8k.jsonl:num_problems=0": "num_problems='0' must be a whole number, in",
     "gsm8k.jsonl:num_problems=1e3": "num_problems='1e3' must be a whole number",
     "gsm8k.jsonl:name= ": "name=' ' must not be empty",
     "gsm8k.jsonl:question_fields=": r"question_fields=\('',\) .* must each name a field",

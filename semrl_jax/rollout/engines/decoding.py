@@ -46,6 +46,7 @@ from semrl_jax.rollout.engines.sampling import (
     SamplingKind,
     SamplingValues,
     block_size,
+    penalised_logits,
     sample_tokens,
     split_sampling,
 )
@@ -76,6 +77,7 @@ class Slots(NamedTuple):
     num_generated: Int[Array, " B"]
     keys: UInt32[Array, "B 2"]
     active: Bool[Array, " B"]
+    counts: Int[Array, "B V"] | None = None  # of `penalised_logits`, if a token has a penalty
 
 
 class Chunk(NamedTuple):
@@ -117,12 +119,21 @@ def _with_sharding(slots: Slots, mesh: Mesh | None) -> Slots:
 
 @compiled_once
 @functools.partial(
-    jax.jit, static_argnames=("policy", "rows", "group", "num_prompt_columns", "columns")
+    jax.jit, static_argnames=("policy", "rows", "group", "num_prompt_columns", "columns", "counted")
 )
 def empty_slots(
-    *, policy: Policy, rows: int, group: int = 1, num_prompt_columns: int, columns: int
+    *,
+    policy: Policy,
+    rows: int,
+    group: int = 1,
+    num_prompt_columns: int,
+    columns: int,
+    counted: bool = False,
 ) -> Slots:
-    """R rows of G free slots with `columns` for responses; each device allocates its own part."""
+    """R rows of G free slots with `columns` for responses; each device allocates its own part.
+
+    `counted`: whether tokens are counted, for penalties.
+    """
     config, dtype = policy.config, jnp.dtype(policy.compute_dtype)
     batch = rows * group
 
@@ -143,6 +154,7 @@ def empty_slots(
         num_generated=jnp.zeros(batch, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
         active=jnp.zeros(batch, bool),
+        counts=jnp.zeros((batch, config.vocab_size), jnp.int32) if counted else None,
     )
     return _with_sharding(slots, policy.mesh)
 
@@ -191,8 +203,25 @@ def prefill_and_insert(
         num_generated=chosen(begins, slots.num_generated, 0),
         keys=chosen(begins, slots.keys, keys),
         active=slots.active | begins,
+        counts=slots.counts,
     )
     return _with_sharding(slots, policy.mesh), all_states.astype(jnp.dtype(prompt_states.dtype))
+
+
+@compiled_once
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="slots")
+def count_prompts(
+    slots: Slots, token_ids: Int[Array, "N P"], source: Int[Array, " B"], *, mesh: Mesh | None
+) -> Slots:
+    """Begins the counts of slots with a new prompt.
+
+    `source` has the prompt of each slot; -1 leaves the slot as it is. Padding is beyond the
+    vocabulary.
+    """
+    none_used = jnp.zeros(slots.counts.shape[1], jnp.int32)
+    is_used = jax.vmap(lambda ids: none_used.at[ids].set(1, mode="drop"))(token_ids)
+    counts = jnp.where(source[:, None] >= 0, is_used[jnp.maximum(source, 0)], slots.counts)
+    return _with_sharding(slots._replace(counts=counts), mesh)
 
 
 @compiled_once
@@ -286,7 +315,9 @@ def decode_chunk(
     def decode_step(carry):
         index, slots, chunk = carry
         logits = policy.logits(params, slots.final_states)
-        tokens, logprobs, raw_logprobs = _sample(logits, slots, sampling, kind, policy.mesh)
+        tokens, logprobs, raw_logprobs = _sample(
+            logits, slots, end_ids, sampling, kind, policy.mesh
+        )
         states = [
             slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[:, layer]
             for layer in layers
@@ -316,6 +347,7 @@ def decode_chunk(
             layer_inputs=layer_inputs,
             num_generated=num_generated,
             active=active,
+            counts=_added(slots.counts, tokens),
         )
         return index + 1, slots, chunk
 
@@ -327,7 +359,33 @@ def decode_chunk(
     return _with_sharding(slots, policy.mesh), chunk
 
 
+def _added(counts: Int[Array, "B V"] | None, tokens: Int[Array, " B"]) -> Int[Array, "B V"] | None:
+    """`Slots.counts` after these tokens."""
+    if counts is None:
+        return None
+    return jax.vmap(lambda row, token: row.at[token].add(2))(counts, tokens)
+
+
 def _sample(
+    logits: Float[Array, "B V"],
+    slots: Slots,
+    end_ids: Int[Array, " E"],
+    sampling: SamplingValues,
+    kind: SamplingKind,
+    mesh: Mesh | None,
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+    """Samples a token in every slot; see `sample_tokens`."""
+    if sampling.penalties is None:
+        return _draw(logits, slots, sampling, kind, mesh)
+    penalised = penalised_logits(
+        logits, slots.counts, slots.num_generated, end_ids, sampling.penalties
+    )
+    tokens, logprobs, _ = _draw(penalised, slots, sampling, kind, mesh)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return tokens, logprobs, chosen - jax.nn.logsumexp(logits, axis=1)
+
+
+def _draw(
     logits: Float[Array, "B V"],
     slots: Slots,
     sampling: SamplingValues,
@@ -426,8 +484,8 @@ def resize_slots(
 
 
 _JITTED = (
-    empty_slots, prefill_and_insert, prompt_logprobs, extend_slots, decode_chunk, resize_slots,
-    keep, insert,
+    empty_slots, prefill_and_insert, count_prompts, prompt_logprobs, extend_slots, decode_chunk,
+    resize_slots, keep, insert,
 )  # fmt: skip
 
 
@@ -591,6 +649,7 @@ class DecodingCall:
                 group=self._arrangement.group,
                 num_prompt_columns=self._prompt_columns,
                 columns=self._response_columns,
+                counted=self._call.sampling.has_penalties,
             )
             if self._continued:
                 self._continue()
@@ -659,6 +718,9 @@ class DecodingCall:
                 for name, vector in vectors.items()
             },
         )
+        source = np.full(batch, -1, np.int32)
+        source[[slot for slot, _ in placed]] = np.arange(len(placed))
+        self._count([response.request.prompt_ids for _, response in placed], source)
         for start in range(0, self._num_added, EXTENSION):
             end = start + EXTENSION
             self._slots = extend_slots(
@@ -725,6 +787,7 @@ class DecodingCall:
             policy=self._policy,
             prompt_states=self._prompt_states,
         )
+        self._count([np.frombuffer(prompt, np.int32) for prompt in rows], np.repeat(source, group))
         if self._call.prompt_logprobs:  # its states are not asked for
             logprobs = jax.device_get(
                 prompt_logprobs(self._params, prompt_states, token_ids, policy=self._policy)
@@ -738,6 +801,16 @@ class DecodingCall:
                 response = self._running[slot]
                 num_prompt = len(response.request.prompt_ids)
                 response.prompt_states = states[source[slot // group], -num_prompt:]
+
+    def _count(self, prompts: Sequence[np.ndarray], source: Int[np.ndarray, " B"]) -> None:
+        """`count_prompts`, if tokens are counted."""
+        if self._slots.counts is None:
+            return
+        shape = next_power_of_two(len(prompts)), prompt_columns(max(map(len, prompts)))
+        token_ids = np.full(shape, self._policy.config.vocab_size, np.int32)
+        for row, prompt_ids in enumerate(prompts):
+            token_ids[row, : len(prompt_ids)] = prompt_ids
+        self._slots = count_prompts(self._slots, token_ids, source, mesh=self._policy.mesh)
 
     def _resize(self) -> None:
         """Widens the cache if the next chunk needs it; drops idle slots if no prompt waits."""

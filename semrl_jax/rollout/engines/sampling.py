@@ -1,6 +1,7 @@
-"""Samples tokens from logits: temperature, min-p, top-k, top-p, one random key per response. Pure.
+"""Samples tokens from logits: penalties, temperature, min-p, top-k, top-p. Pure.
 
-Each of the four kinds of sampling has a program. Within a kind, the settings are its inputs.
+Each response has a random key. Each of the four kinds of sampling has a program, and another one
+with penalties or a minimal length. Within a kind, the settings are its inputs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from semrl_jax.types import SamplingParams
 SamplingKind = Literal["greedy", "unmodified", "scaled", "truncated"]
 
 
+class Penalties(NamedTuple):
+    """The settings of `penalised_logits` as scalars."""
+
+    presence: Float[Array, ""] | Float[np.ndarray, ""]
+    frequency: Float[Array, ""] | Float[np.ndarray, ""]
+    repetition: Float[Array, ""] | Float[np.ndarray, ""]
+    min_tokens: Int[Array, ""] | Int[np.ndarray, ""]
+
+
 class SamplingValues(NamedTuple):
     """The settings of `sampling_logits` as scalars; the kind decides which of them are used."""
 
@@ -24,21 +34,65 @@ class SamplingValues(NamedTuple):
     top_k: Int[Array, ""] | Int[np.ndarray, ""]
     top_p: Float[Array, ""] | Float[np.ndarray, ""]
     min_p: Float[Array, ""] | Float[np.ndarray, ""]
+    penalties: Penalties | None = None  # of `penalised_logits`
 
 
 def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValues]:
     """The static kind and the values of the settings; temperature 0 in float32 is greedy."""
+    penalties = None
+    if sampling.has_penalties or sampling.min_tokens:
+        penalties = Penalties(
+            np.asarray(sampling.presence_penalty, np.float32),
+            np.asarray(sampling.frequency_penalty, np.float32),
+            np.asarray(sampling.repetition_penalty, np.float32),
+            np.asarray(sampling.min_tokens, np.int32),
+        )
     values = SamplingValues(
         np.asarray(sampling.temperature, np.float32),
         np.asarray(sampling.top_k, np.int32),
         np.asarray(sampling.top_p, np.float32),
         np.asarray(sampling.min_p, np.float32),
+        penalties,
     )
     if values.temperature == 0:
         return "greedy", values
     if sampling.is_truncated:
         return "truncated", values
     return ("unmodified" if values.temperature == 1 else "scaled"), values
+
+
+def penalised_logits(
+    logits: Float[Array, "B V"],
+    counts: Int[Array, "B V"] | None,
+    token_index: Int[Array, " B"],
+    end_ids: Int[Array, " E"],
+    values: Penalties,
+) -> Float[Array, "B V"]:
+    """Logits with the penalties of tokens that were used, and without ends that come too early.
+
+    Args:
+      logits: float32.
+      counts: int32, twice the number of times that the response has a token, plus 1 if the prompt
+        has it. None: there are no penalties.
+      token_index: index of the token in its response.
+      end_ids: tokens that end a response; -1 is padding.
+      values: repetition > 0 divides positive logits and multiplies others, of tokens in prompt or
+        response. Then `frequency` is subtracted once per use in the response, and `presence` once
+        if there is one. Before token `min_tokens`, ends have the logit -inf.
+
+    Returns float32 logits; the other settings of the sampling come after them.
+
+    Source: vLLM 0.32, `v1/sample/sampler.py` and `model_executor/layers/utils.py`.
+    """
+    if counts is not None:
+        factor = jnp.where(logits > 0, 1 / values.repetition, values.repetition)
+        logits = jnp.where(counts > 0, logits * factor, logits)
+        num_used = (counts >> 1).astype(jnp.float32)
+        logits = logits - values.frequency * num_used - values.presence * (num_used > 0)
+    num_tokens = logits.shape[1]
+    is_end = jnp.zeros(num_tokens + 1, bool).at[end_ids].set(True)[:num_tokens]  # [-1] is padding
+    is_early = (token_index < values.min_tokens)[:, None]
+    return jnp.where(is_early & is_end[None], -jnp.inf, logits)
 
 
 def sampling_logits(

@@ -43,6 +43,7 @@ from semrl_jax.types import (
     TensorSpec,
     VersionSpan,
     WeightVersion,
+    distribution_of,
 )
 
 MAX_PROMPTS = 65_536  # responses of a call
@@ -386,10 +387,7 @@ class VllmEngine(Engine):
         wants_prompt = "prefill" in kinds
         extra = {"semrl_slot": slot, "semrl_tag": tag, "semrl_prompt": wants_prompt}
         params = vllm.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
+            **distribution_of(sampling),
             max_tokens=sampling.max_tokens,
             seed=seed,
             stop_token_ids=[*sampling.eos_token_ids, *sampling.stop_token_ids],

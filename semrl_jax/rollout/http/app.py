@@ -37,7 +37,7 @@ from semrl_jax.rollout.server.request_checks import Refused, refused_if_invalid,
 from semrl_jax.rollout.server.service import RolloutService
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import check_token
-from semrl_jax.types import MetricParams, Rollout, SamplingParams
+from semrl_jax.types import MetricParams, Rollout, SamplingParams, distribution_of
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_PIECES = 64  # of a stream, that wait for a client
@@ -289,10 +289,7 @@ class Api:
     def _sampling(self, body: Body) -> SamplingParams:
         return SamplingParams(
             max_tokens=body.max_tokens or self._service.description.max_response_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=max(body.top_k, 0),
-            min_p=body.min_p,
+            **distribution_of(body) | {"top_k": max(body.top_k, 0)},
             eos_token_ids=() if body.ignore_eos else self._texts.end_token_ids,
             stop_token_ids=tuple(body.stop_token_ids),
             stop_strings=body.stop_strings,

@@ -11,10 +11,6 @@ from pydantic import Field
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 # Fields that would change the samples, and their values that do not.
 _NOT_DONE: Mapping[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({}, []),
     "suffix": ("",),
     "best_of": (1,),
@@ -38,6 +34,10 @@ class Body(pydantic.BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0)
+    min_tokens: int = Field(0, ge=0)
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] = []

@@ -17,7 +17,9 @@ from jaxtyping import Float, Int, Shaped, UInt8
 from semrl_jax.metrics import METHODS, WINDOWS, Measurement, MetricKey
 from semrl_jax.metrics.measurements import decode, encode
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.support.intervals import in_words, is_within
 from semrl_jax.types import (
+    DISTRIBUTION,
     FINISH_REASONS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -39,9 +41,9 @@ from semrl_jax.types import (
 # 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
 # 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3; 2.1: what is compiled;
 # 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it;
-# 2.3: caches are kept for further turns; 2.4: min_p
+# 2.3: caches are kept for further turns; 2.4: min_p; 2.5: penalties, min_tokens
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 4
+PROTOCOL_MINOR = 5
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change
@@ -185,9 +187,12 @@ def encode_request(call: GenerateCall) -> pb.GenerateRequest:
     states = pb.HiddenStateParams(**dataclasses.asdict(hidden_states))
     if hidden_states.kinds == ("decode",):
         states.ClearField("kinds")  # as protocols 1.0 and 1.1, which have no such field
+    sampling = pb.SamplingParams(**dataclasses.asdict(call.sampling))
+    if sampling.repetition_penalty == 1:
+        sampling.ClearField("repetition_penalty")  # 0 means 1, as before protocol 2.5
     message = pb.GenerateRequest(
         version=encode_version(call.version),
-        sampling=dataclasses.asdict(call.sampling),
+        sampling=sampling,
         hidden_states=states,
         metrics=dataclasses.asdict(call.metrics) if call.metrics else None,
         keep=call.keep,
@@ -217,7 +222,8 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
     """
     version = decode_version(message.version)
     metrics = None
-    sampling = _record(SamplingParams, message.sampling)
+    repetition = message.sampling.repetition_penalty or SamplingParams.repetition_penalty
+    sampling = _record(SamplingParams, message.sampling, repetition_penalty=repetition)
     hidden_states = HiddenStateParams()
     if message.hidden_states.layers:
         kinds = tuple(message.hidden_states.kinds) or HiddenStateParams.kinds
@@ -591,11 +597,10 @@ def _checked_prompt(
 def _check_sampling(sampling: SamplingParams, limits: ReplicaDescription) -> None:
     check, limit = _checker("sampling", sampling), limits.max_response_tokens
     check("max_tokens", 1 <= sampling.max_tokens <= limit, f"in [1, {limit}]")
-    temperature = sampling.temperature
-    check("temperature", math.isfinite(temperature) and temperature >= 0, "finite and at least 0")
-    check("top_p", 0 < sampling.top_p <= 1, "in (0, 1]")
-    check("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]")
-    check("top_k", 0 <= sampling.top_k <= limits.vocab_size, f"in [0, {limits.vocab_size}]")
+    most = {"top_k": limits.vocab_size, "min_tokens": sampling.max_tokens}
+    for name, interval in DISTRIBUTION.items():
+        interval = f"[0, {most[name]}]" if name in most else interval
+        check(name, is_within(getattr(sampling, name), interval), in_words(interval))
     for field in ("eos_token_ids", "stop_token_ids"):
         num_ids = len(getattr(sampling, field))
         if num_ids > MAX_END_TOKENS:
@@ -603,6 +608,14 @@ def _check_sampling(sampling: SamplingParams, limits: ReplicaDescription) -> Non
         ids = np.array(getattr(sampling, field), np.int32)
         _check_vocabulary(f"sampling.{field}", ids, limits.vocab_size)
     _check_stop_strings(sampling.stop_strings, limits)
+    if sampling.min_tokens and sampling.stop_strings:
+        raise ValueError(
+            f"sampling.min_tokens={sampling.min_tokens} keeps back tokens, and stop strings are "
+            "texts; leave one of the two out."
+        )
+    ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
+    has_others = not sampling.min_tokens or len(ends) < limits.vocab_size
+    check("min_tokens", has_others, "0, because every token ends a response")
 
 
 def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> None:

@@ -9,11 +9,10 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.sampling.requests import distribution
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.training.passes import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools, is_due
-from semrl_jax.types import Rollout, SamplingParams
+from semrl_jax.types import Rollout, SamplingParams, distribution_of
 
 
 def probe(tools: Tools) -> Probe:
@@ -40,7 +39,7 @@ class Mismatch(Probe):
             scalars |= logprob_mismatch(
                 [seen.scored[row].rollout for row in rows],
                 np.asarray(seen.logprobs)[rows],
-                SamplingParams(1, **distribution(self.tools.config.rollout)),
+                SamplingParams(1, **distribution_of(self.tools.config.rollout)),
             )
         if self.needs(seen.step).states:
             own = state_differences(seen.scored, seen.tokens.states)
@@ -56,13 +55,13 @@ def logprob_mismatch(
     """Absolute difference of the log-probabilities of engine and training model, in nats.
 
     The training model's log-probabilities are over the whole vocabulary at the temperature of
-    `sampling`. With top-p, top-k or min-p, the engine samples from a part of the vocabulary. Then
-    its raw log-probabilities are compared, which are over the whole vocabulary at temperature 1.
+    `sampling`. With top-p, penalties and their like, the engine samples from another distribution.
+    Then its raw log-probabilities are compared, which are of the model's own at temperature 1.
     Returns {} if the temperature is then not 1, or an engine sends no raw log-probabilities.
 
     The values of `old_logprobs` at padding and context may be anything.
     """
-    differs = sampling.is_truncated
+    differs = sampling.is_modified
     if differs and sampling.temperature != 1:
         return {}
     theirs = [r.rollout_raw_logprobs if differs else r.rollout_logprobs for r in rollouts]

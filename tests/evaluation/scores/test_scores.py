@@ -25,6 +25,7 @@ from semrl_jax.evaluation.scores import (
     types,
 )
 from semrl_jax.support.errors import UserError
+from semrl_jax.types import distribution_of
 from tests.evaluation.making import make_problems, make_sample
 
 # Sums of at most 70 products of float64 numbers below 1, and of exponentials of log-factorials.
@@ -32,9 +33,11 @@ CLOSE = {"rtol": 0, "atol": 1e-12}
 REPEATED = (best_of_k, lengths, majority, mean_at_n, pass_at_k, reflection, repetition, types)
 
 
+SAMPLED = Plan(4, 0.6, 0.95, 20, 0.1, 0.5, -0.5, 1.2, 3)
+
+
 def options(**fields):
-    defaults = {"n": 4, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "k": (1,)}
-    return ml_collections.ConfigDict(defaults | fields)
+    return ml_collections.ConfigDict({"n": 4, "k": (1,)} | distribution_of(SAMPLED) | fields)
 
 
 def mean_over_subsets(n, k, value):
@@ -47,7 +50,7 @@ def figures(score, problems, **fields):
 
 @pytest.mark.parametrize("score", REPEATED)
 def test_all_share_the_plan_of_the_settings(score):
-    assert score.plan(options()) == Plan(4, 0.6, 0.95, 20, 0.1)
+    assert score.plan(options()) == SAMPLED
     assert score.per_problem([], options()) is not None  # a benchmark without problems
 
 

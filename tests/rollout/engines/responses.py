@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import scipy.special
 
 from semrl_jax.types import SampleRequest
 
@@ -36,6 +37,39 @@ def full_forward(policy, params, rollouts, temperature=1.0):
     for row, rollout in enumerate(rollouts):
         response = slice(len(rollout.prompt_ids) - 1, len(sequences[row]) - 1)
         yield rollout, states[row, response], logprobs[row, response]
+
+
+def processed_logprobs(logits, sampling, rollout=None):
+    """Log-probabilities [T, V] that a token is sampled with, in float64; `rollout` for penalties.
+
+    First ends that are too early and penalties, then temperature, min-p, top-k, top-p, as in vLLM.
+    """
+    logits = np.array(logits, np.float64)
+    for t, row in enumerate(logits if rollout is not None else ()):
+        used = rollout.response_ids[:t].tolist()
+        for token in {*used, *rollout.prompt_ids.tolist()}:
+            is_positive = row[token] > 0
+            row[token] *= sampling.repetition_penalty ** (-1 if is_positive else 1)
+        for token in set(used):
+            row[token] -= sampling.frequency_penalty * used.count(token)
+            row[token] -= sampling.presence_penalty
+        if t < sampling.min_tokens:
+            row[[*sampling.eos_token_ids, *sampling.stop_token_ids]] = -np.inf
+    if sampling.temperature == 0:
+        return scipy.special.log_softmax(logits, axis=-1)
+    logits = logits / sampling.temperature
+    order = np.argsort(-logits, axis=-1)
+    ranked = np.take_along_axis(logits, order, -1)
+    if sampling.min_p:
+        ranked[ranked < ranked[:, :1] + np.log(sampling.min_p)] = -np.inf
+    if sampling.top_k:
+        ranked[:, sampling.top_k :] = -np.inf
+    p = np.exp(ranked - scipy.special.logsumexp(ranked, axis=-1, keepdims=True))
+    ranked[np.cumsum(p, -1) - p >= sampling.top_p] = -np.inf  # what is likelier suffices
+    ranked -= scipy.special.logsumexp(ranked, axis=-1, keepdims=True)
+    found = np.empty_like(ranked)
+    np.put_along_axis(found, order, ranked, -1)
+    return found
 
 
 def as_bytes(rollouts):

@@ -35,7 +35,12 @@ from semrl_jax.types import (
 from tests.oracles import metrics as oracle
 from tests.rollout.caller import Caller
 from tests.rollout.embedded import EmbeddedReplica
-from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
+from tests.rollout.engines.responses import (
+    as_bytes,
+    full_forward,
+    make_requests,
+    processed_logprobs,
+)
 
 CONFIG = models.DecoderConfig(
     vocab_size=31, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
@@ -275,6 +280,50 @@ def test_truncated_sampling_reports_the_truncated_distribution(policy, params):
         assert (rollout.rollout_logprobs <= 1e-6).all()
     above = np.concatenate([r.rollout_logprobs - r.rollout_raw_logprobs for r in rollouts])
     assert above.mean() > 0.1
+
+
+PENALISED = SamplingParams(
+    40, 0.8, min_p=0.02, presence_penalty=0.7, frequency_penalty=-0.3, repetition_penalty=1.4,
+    min_tokens=12, eos_token_ids=(EOS,), stop_token_ids=(STOP,),
+)  # fmt: skip
+
+
+def assert_penalised(policy, params, rollouts, sampling=PENALISED):
+    """Both log-probabilities are right; greedy sampling took the likeliest token."""
+    embedding = np.asarray(params["embed"]["embedding"], np.float64)
+    for rollout, states, _ in full_forward(policy, params, rollouts):
+        tokens = np.arange(len(rollout.response_ids)), rollout.response_ids
+        logits = states @ embedding.T
+        expected = processed_logprobs(logits, sampling, rollout)
+        np.testing.assert_allclose(rollout.rollout_logprobs, expected[tokens], atol=1e-4)
+        raw = processed_logprobs(logits, SamplingParams(1))[tokens]
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=1e-4)
+        assert sampling.temperature or (expected.max(1) - expected[tokens]).max() < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_penalties_are_those_of_the_oracle(policy, params, temperature):
+    """Prompts that are shared, slots that are used again, and the tokens of any other batch."""
+    sampling = dataclasses.replace(PENALISED, temperature=temperature)
+    found = []
+    for max_batch, chunk in ((8, 7), (64, 4)):
+        with synced_client(policy, params, max_batch=max_batch, chunk=chunk) as (client, version):
+            rollouts = list(client.generate(make_requests(), sampling, version=version))
+        found.append({rollout.sample_id: rollout for rollout in rollouts})
+    assert_penalised(policy, params, rollouts, sampling)
+    assert_same_samples(*found)
+    lengths = {r.finish_reason: len(r.response_ids) for r in rollouts}
+    assert min(len(r.response_ids) for r in rollouts) > sampling.min_tokens
+    assert {"eos", "stop"} & lengths.keys()
+
+
+def test_without_penalties_no_token_is_counted(policy, params):
+    call = make_call(policy, params, make_requests(1, 4), SamplingParams(8, min_tokens=2))
+    call.step()
+    assert call._slots.counts is None
+    call = make_call(policy, params, make_requests(1, 4), PENALISED)
+    call.step()
+    assert call._slots.counts.shape == (4, 31)
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,9 @@ SAMPLING = {
     "sampled": SamplingParams(40, temperature=0.8, eos_token_ids=(EOS,)),
     "greedy": SamplingParams(40, temperature=0.0, eos_token_ids=(EOS,)),
     "truncated": SamplingParams(40, top_k=9, top_p=0.9, eos_token_ids=(EOS,)),
+    "penalised": SamplingParams(
+        40, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=9, eos_token_ids=(EOS,)
+    ),
 }
 # Copies of the weights, and devices that share a copy; 4 are more than there are kv heads.
 MESHES = (1, 2), (1, 4), (2, 1), (2, 2)

@@ -13,7 +13,9 @@ from semrl_jax.types import HiddenStateParams, SamplingParams
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 from tests.rollout.engines.test_jax import (
     EOS,
+    PENALISED,
     STOP,
+    assert_penalised,
     assert_raw_logprobs,
     params,
     policy,
@@ -91,6 +93,15 @@ def test_later_turns_have_the_numbers_of_the_full_pass(policy, params, prefilled
             before = np.append(rollout.prompt_ids, rollout.response_ids)[-len(states) - 1 : -1]
             embedding = np.asarray(params["embed"]["embedding"])[before]
             np.testing.assert_array_equal(rollout.hidden_states[:, 0], embedding)
+
+
+@pytest.mark.slow
+def test_penalties_count_the_turns_before_as_the_prompt(policy, params, prefilled):
+    with synced_client(policy, params, chunk=7) as (client, version):
+        turns = play(client, version, make_requests(3, 4), num_turns=3, sampling=PENALISED)
+    assert sum(prefilled) == 3
+    for rollouts in turns:
+        assert_penalised(policy, params, rollouts)
 
 
 @pytest.mark.slow

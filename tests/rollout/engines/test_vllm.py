@@ -26,6 +26,7 @@ from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
 from tests.rollout.caller import make_stub
 from tests.rollout.embedded import EmbeddedReplica
+from tests.rollout.engines.responses import processed_logprobs
 from tests.rollout.engines.vllm_replica import (
     OBSERVED_LAUNCHER,
     PYTHON,
@@ -95,23 +96,6 @@ class Model:
         return model(torch.tensor(ids[None]).long()).last_hidden_state[0]
 
 
-def processed_logprobs(logits, sampling):
-    """Log-probabilities that a token is sampled with: temperature, min-p, top-k, top-p."""
-    logits = logits / (sampling.temperature or 1.0)
-    order = np.argsort(-logits, axis=-1)
-    ranked = np.take_along_axis(logits, order, -1)
-    if sampling.min_p:
-        ranked[ranked < ranked[:, :1] + np.log(sampling.min_p)] = -np.inf
-    if sampling.top_k:
-        ranked[:, sampling.top_k :] = -np.inf
-    p = np.exp(ranked - scipy.special.logsumexp(ranked, axis=-1, keepdims=True))
-    ranked[np.cumsum(p, -1) - p >= sampling.top_p] = -np.inf  # what is likelier suffices
-    ranked -= scipy.special.logsumexp(ranked, axis=-1, keepdims=True)
-    found = np.empty_like(ranked)
-    np.put_along_axis(found, order, ranked, -1)
-    return found
-
-
 def requests_of(prompts, group_size=1, first_seed=0):
     return [
         SampleRequest(f"{group}/{sample}", group, sample, prompt, first_seed + 97 * group + sample)
@@ -140,7 +124,7 @@ def assert_right(rollouts, model, sampling=SAMPLING, tolerance=1e-5):
         assert_near(rollout.hidden_states, states, tolerance)
         if rollout.prompt_states is not None:
             assert_prompt_right(rollout, model, tolerance)
-        logprobs = processed_logprobs(logits, sampling)
+        logprobs = processed_logprobs(logits, sampling, rollout)
         chosen = logprobs[np.arange(len(logits)), rollout.response_ids]
         np.testing.assert_allclose(rollout.rollout_logprobs, chosen, atol=10 * tolerance)
 
@@ -330,6 +314,10 @@ PROCESSED = [
     SamplingParams(32, temperature=1.0, top_k=5),
     SamplingParams(32, temperature=0.9, top_p=0.7, top_k=9),
     SamplingParams(32, temperature=1.3, min_p=0.2, top_p=0.9),
+    SamplingParams(
+        32, 0.8, min_p=0.02, presence_penalty=0.7, frequency_penalty=-0.3, repetition_penalty=1.4
+    ),
+    SamplingParams(32, 0.0, frequency_penalty=0.8, min_tokens=20, eos_token_ids=tuple(range(8))),
 ]
 
 
@@ -337,7 +325,9 @@ PROCESSED = [
 def test_logprobs_are_of_the_distribution_sampled_from(client, model, sampling):
     version = model.sync(client, 0)
     requests = requests_of(random_prompts(model, [3, 40, 90]), 2)
-    assert_right(sampled(client, version, requests, sampling).values(), model, sampling)
+    rollouts = sampled(client, version, requests, sampling).values()
+    assert_right(rollouts, model, sampling)
+    assert min(len(rollout.response_ids) for rollout in rollouts) > sampling.min_tokens
 
 
 def test_tokens_follow_that_distribution(client, model):

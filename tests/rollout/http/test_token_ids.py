@@ -23,14 +23,20 @@ def generate(served, **body):
 
 def test_ids_and_logprobs_are_the_engines(served):
     # Keys that verifiers sends and others that nobody knows.
+    penalties = {"presence_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 8}
     answer = generate(
         served,
-        sampling_params={"min_p": 0.05, "routed_experts_prompt_start": 0, "new_in_2030": "x"},
+        sampling_params={
+            "min_p": 0.05,
+            "routed_experts_prompt_start": 0,
+            "new_in_2030": "x",
+            **penalties,
+        },
         cache_salt="7",
         priority=0,
     )
     answer = json.loads(answer.text)
-    expected = over_grpc(served, PROMPT, 4, max_tokens=12, min_p=0.05)
+    expected = over_grpc(served, PROMPT, 4, max_tokens=12, min_p=0.05, **penalties)
     (choice,) = answer["choices"]
     assert choice["token_ids"] == expected.response_ids.tolist()
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -156,6 +156,9 @@ def test_rollout_round_trip(
     top_p=st.floats(0, 1, width=32, exclude_min=True),
     top_k=st.integers(0, 101),
     min_p=st.floats(0, 1, width=32),
+    presence=st.floats(-2, 2, width=32),
+    repetition=st.floats(0, 9, width=32, exclude_min=True),
+    min_tokens=st.integers(0, 8),
     seed=st.integers(0, 2**64 - 1),
     group_id=st.integers(-(2**63), 2**63 - 1),
     layers=st.lists(st.sampled_from(LIMITS.layers), unique=True),
@@ -163,12 +166,14 @@ def test_rollout_round_trip(
     step=st.integers(0, 2**63 - 1),
 )
 def test_request_round_trip(
-    lengths, temperature, top_p, top_k, min_p, seed, group_id, layers, kinds, step
-):
+    lengths, temperature, top_p, top_k, min_p, presence, repetition, min_tokens, seed, group_id,
+    layers, kinds, step,
+):  # fmt: skip
     version = dataclasses.replace(VERSION, step=step)
     sampling = SamplingParams(
-        8, temperature, top_p, top_k, (100,), stop_token_ids=(0, 7), min_p=min_p
-    )
+        8, temperature, top_p, top_k, (100,), (0, 7), min_p=min_p, min_tokens=min_tokens,
+        presence_penalty=presence, frequency_penalty=-presence, repetition_penalty=repetition,
+    )  # fmt: skip
     kinds = tuple(kinds[: 1 + seed % 2])
     states = HiddenStateParams(tuple(layers), "float32", kinds) if layers else HiddenStateParams()
     requests = [
@@ -392,6 +397,23 @@ BAD_REQUESTS = [
     (lambda m: setattr(m.sampling, "top_k", 102), ValueError, "top_k=102"),
     (lambda m: setattr(m.sampling, "min_p", 1.5), ValueError, "min_p=1.5"),
     (lambda m: setattr(m.sampling, "min_p", float("nan")), ValueError, "min_p=nan"),
+    (
+        lambda m: setattr(m.sampling, "presence_penalty", 2.5),
+        ValueError,
+        r"presence_penalty=2.5 must be in \[-2, 2\]",
+    ),
+    (
+        lambda m: setattr(m.sampling, "frequency_penalty", np.nan),
+        ValueError,
+        "frequency_penalty=nan",
+    ),
+    (
+        lambda m: setattr(m.sampling, "repetition_penalty", -1),
+        ValueError,
+        "repetition_penalty=-1.0 must be finite and above 0",
+    ),
+    (lambda m: setattr(m.sampling, "repetition_penalty", np.inf), ValueError, "penalty=inf"),
+    (lambda m: setattr(m.sampling, "min_tokens", 17), ValueError, r"=17 must be in \[0, 16\]"),
     (lambda m: m.sampling.eos_token_ids.append(101), ValueError, "eos_token_ids has token id 101"),
     (lambda m: m.sampling.stop_token_ids.append(-2), ValueError, "stop_token_ids has token id -2"),
     (

@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 2.4 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 2.5 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -123,6 +123,9 @@ FINAL_ONLY = dataclasses.replace(
 )
 STOPPED = dataclasses.replace(SAMPLING, stop_strings=("Question:", "\n答"))  # 1.5
 MIN_P = dataclasses.replace(SAMPLING, min_p=0.25)  # 2.4
+PENALISED = dataclasses.replace(  # 2.5
+    SAMPLING, presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1.25, min_tokens=3
+)
 STOPS = dataclasses.replace(
     DESCRIPTION, protocol_minor=5, sampling_kinds=("annealed", "stop_strings")
 )
@@ -197,6 +200,7 @@ def messages():
         "2.2": {"generate_request_measured": request(states=HiddenStateParams(), metrics=PARAMS)},
         "2.3": {"generate_request_kept": request(keep=True)},
         "2.4": {"generate_request_min_p": request(MIN_P)},
+        "2.5": {"generate_request_penalised": request(PENALISED)},
     }
     for i, chunk_bytes in enumerate(large):
         state_chunk = pb.GenerateResponse.FromString(chunk_bytes)
@@ -282,6 +286,11 @@ def test_request_that_is_kept():
 def test_request_with_min_p():
     request = recorded("generate_request_min_p", pb.GenerateRequest, "2.4")
     assert codec.decode_request(request, DESCRIPTION).sampling == MIN_P
+
+
+def test_request_with_penalties():
+    request = recorded("generate_request_penalised", pb.GenerateRequest, "2.5")
+    assert codec.decode_request(request, DESCRIPTION).sampling == PENALISED
 
 
 def test_weight_update_through_memory():
