@@ -52,7 +52,7 @@ def test_every_curriculum_is_here_and_learned_lessons_count_alike():
 
 
 def test_draws_follow_the_weights():
-    """Of 20,000 first prompts; six standard deviations of a share are at most 0.021."""
+    """20,000 draws: six standard deviations of a share are at most 0.021."""
     found = find_curriculum("mixture:share=easy,3:share=hard,1")
     prompts = Prompts(RATES, VISITS, SOURCES)
     drawn = np.array([found.draw(prompts, (7, n), 3) for n in range(20_000)])

@@ -26,7 +26,7 @@ from semrl_jax.support.modules import load_module, running
 
 FIELD = "data.curriculum"
 PARTS = ("Options", "weights")
-_DRAWS = 0x0DE5  # third number of the seed, next to that of the order of an epoch
+_DRAWS = 0x0DE5  # third number of the seed; 0x0DE4 is of the order of an epoch
 
 
 class Seen(NamedTuple):
