@@ -123,6 +123,20 @@ micro-batches or over devices changes nothing.
 """
 
 
+LEFT_OUT = """## Left out
+
+| Methods | Why |
+|---|---|
+| ACE, ARM, StableReinforce | the constants or the formula were not published |
+| CURE, LATR, ROSE, DeepSearch | a response continues a part of another one; the engines have no branches |
+| RL-PLUS, AMPO, SCOPE, ReLIFT, GHPO, Guide, SEELE, CalibRL | groups have responses of other origin; here all are sampled |
+| CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
+| SvS, MAE, SSP, SSRL | the policy writes its problems; here they are given |
+| ROVER | the values of all next tokens, with a softmax of its own in the sampler |
+| router replay | engine and trainer choose the experts of a token each for itself |
+"""
+
+
 def row(name: str, text: str, settings: str | None = None) -> str:
     """Summary, equation and source of a docstring, as a row of a table.
 
@@ -164,6 +178,7 @@ def page() -> str:
         *losses,
         KL_ESTIMATES,
         CORRECTIONS,
+        LEFT_OUT,
     ]
     return "\n".join(lines)
 
