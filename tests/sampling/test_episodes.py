@@ -18,6 +18,7 @@ from tests.tiny import tiny_config
 VERSION = WeightVersion("run", "attempt", 3, "digest")
 REPLY = np.array([7, 8, 9], np.int32)  # what the environment writes
 LIMIT = 16
+LEAST = 12  # `min_tokens`, more than the room of a second turn
 
 
 class TwoTurns:
@@ -66,6 +67,7 @@ class Engine:
         pass
 
     def generate(self, requests, sampling, states, **options):
+        assert sampling.min_tokens == min(LEAST, sampling.max_tokens)
         self.calls.append((requests, sampling.max_tokens, options["version"]))
         count = 4 if len(self.calls) == 1 else 5
         for request in reversed(requests):
@@ -94,7 +96,7 @@ def play(episodes):
     )
     prompt = np.arange(5, dtype=np.int32)
     requests = [SampleRequest(f"train/3/0/{i}", 0, i, prompt, seed=i) for i in range(2)]
-    options = {"temperature": 1.0, "arrived": lambda rollout: None}
+    options = {"temperature": 1.0, "min_tokens": LEAST, "arrived": lambda rollout: None}
     found = sampler.sample_here(Draw(requests, {0: "9"}, {}), **options)
     return [item.rollout for item in found], engine
 

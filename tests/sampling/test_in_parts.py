@@ -1,12 +1,14 @@
 """Responses that are sampled in parts."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 
 from semrl_jax import data
-from semrl_jax.sampling.in_parts import InParts, continued
+from semrl_jax.sampling.in_parts import InParts, _Batch, continued
+from semrl_jax.sampling.requests import Draw
 from semrl_jax.sampling.splicing import cut, joined
 from semrl_jax.settings.rollout import longest_prompt, num_parts, part_tokens
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan, WeightVersion
@@ -86,6 +88,23 @@ def test_a_stop_string_may_span_two_parts():
     found = batches._ended(dataclasses.replace(part(10, len(ids), OLD), response_ids=ids))
     assert tokenizer.decode(found.response_ids) == "4=12+3"
     assert found.finish_reason == "stop"
+
+
+def test_the_least_length_of_a_response_counts_its_earlier_parts():
+    config, asked = tiny_config(), []
+    config.rollout.update(in_flight="keep", max_staleness=2, max_response_tokens=10, min_tokens=7)
+
+    def generate(requests, **options):
+        asked.append((options["max_tokens"], options["min_tokens"]))
+        yield from ()
+
+    sampler = types.SimpleNamespace(generate=generate)
+    batches = made(InParts, config=config, sampler=sampler, measurer=None)
+    draw = Draw([SampleRequest("a", 0, 0, PROMPT, seed=7)], {}, {})
+    batch = _Batch(0, draw, None, {"a": part(10, 5, OLD)})
+    for newest in (0, 1):
+        batches._part(batch, newest, print)
+    assert asked == [(5, 7), (5, 2)]  # the sampler lowers 7 to 5
 
 
 @pytest.mark.parametrize(
