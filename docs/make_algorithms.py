@@ -128,8 +128,9 @@ LEFT_OUT = """## Left out
 | Methods | Why |
 |---|---|
 | ACE, ARM, StableReinforce | the constants or the formula were not published |
-| CURE, LATR, ROSE, DeepSearch | a response continues a part of another one; the engines have no branches |
-| RL-PLUS, AMPO, SCOPE, ReLIFT, GHPO, Guide, SEELE, CalibRL | groups have responses of other origin; here all are sampled |
+| CURE, LATR, ROSE, DeepSearch | responses branch; the engines sample each from its prompt |
+| RL-PLUS, AMPO, SCOPE, ReLIFT, GHPO | groups have given responses; here all are sampled |
+| Guide, SEELE, CalibRL | the same, or hints in the prompts of a part of the group |
 | CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
 | SvS, MAE, SSP, SSRL | the policy writes its problems; here they are given |
 | ROVER | the values of all next tokens, with a softmax of its own in the sampler |
