@@ -18,22 +18,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens, check_groups
+from semrl_jax.algorithms.groups import broadcast_to_tokens
 from semrl_jax.algorithms.implicit_reward import ImplicitReward as Options
-from semrl_jax.algorithms.implicit_reward import implicit_rewards, needs
+from semrl_jax.algorithms.implicit_reward import needs, of_responses
 from semrl_jax.algorithms.objective import loss, token_weights
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    check_groups(rewards)
-    implicit = implicit_rewards(rewards, passes, response_mask)
+    rewards, implicit = of_responses(rewards, passes, response_mask)
     size = rewards.shape[1]
     best, worst = (
         jax.nn.one_hot(index, size) for index in (rewards.argmax(axis=1), rewards.argmin(axis=1))

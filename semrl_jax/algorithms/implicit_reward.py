@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Needs, Passes
+from semrl_jax.algorithms.groups import check_groups
 from semrl_jax.algorithms.objective import Objective
 from semrl_jax.support.fields import setting
 
@@ -33,9 +34,14 @@ def needs(options: ImplicitReward) -> Needs:
     return options.needs()._replace(**dict.fromkeys(names, True))
 
 
-def implicit_rewards(
-    rewards: Float[Array, "P G"], passes: Passes, response_mask: Bool[Array, "B T"]
-) -> Float[Array, "P G"]:
-    """s of each response, float32 nats; tokens that do not count may hold anything."""
+def of_responses(
+    rewards: Float[Array, "P G *tokens"], passes: Passes, response_mask: Bool[Array, "B T"]
+) -> tuple[Float[Array, "P G"], Float[Array, "P G"]]:
+    """The reward and s, float32 nats, of each response; turns count together.
+
+    Tokens that do not count may hold anything.
+    """
+    rewards = rewards if rewards.ndim == 2 else jnp.sum(rewards, axis=2)
+    check_groups(rewards)
     found = jnp.where(response_mask, passes.old_logprobs - passes.ref_logprobs, 0.0)
-    return jnp.sum(found, axis=1).reshape(rewards.shape)
+    return rewards, jnp.sum(found, axis=1).reshape(rewards.shape)

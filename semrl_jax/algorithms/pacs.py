@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens, centred, check_groups, per_other
-from semrl_jax.algorithms.implicit_reward import ImplicitReward, implicit_rewards, needs
+from semrl_jax.algorithms.groups import broadcast_to_tokens, centred, per_other
+from semrl_jax.algorithms.implicit_reward import ImplicitReward, needs, of_responses
 from semrl_jax.algorithms.objective import loss, token_weights
 from semrl_jax.support.fields import setting
 
@@ -40,15 +40,15 @@ class Options(ImplicitReward):
 
 
 def advantages(
-    rewards: Float[Array, "P G"],
+    rewards: Float[Array, "P G *tokens"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    check_groups(rewards)
+    rewards, implicit = of_responses(rewards, passes, response_mask)
     size = rewards.shape[1]
     scale = options.reward_beta * size * per_other(size)
-    psi = scale * centred(implicit_rewards(rewards, passes, response_mask))
+    psi = scale * centred(implicit)
     labels = (rewards > options.threshold).astype(jnp.float32)
     share = jnp.mean(labels, axis=1, keepdims=True)
     has_both = (share > 0) & (share < 1)

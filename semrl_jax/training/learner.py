@@ -246,7 +246,10 @@ class Learner:
 
         own = forward(self.policy.config, head=True)
         reference = (plan.reference == PASS) + epochs * (plan.reference == UPDATE)
-        found = (passes.old is not None) * own.forward + reference * (own.forward - own.adapters)
+        of_reference = own.forward - own.adapters
+        if (other := self.reference_policy) is not None:
+            of_reference = batch_products(other.config, batch, head=True).forward
+        found = (passes.old is not None) * own.forward + reference * of_reference
         if POLICY in updated:
             found += epochs * own.training
         if self.critic is not None:

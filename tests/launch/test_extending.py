@@ -17,6 +17,7 @@ EXAMPLES = {found["name"]: found for found in EXAMPLE.finditer(PAGE)}
 SHOWN = {
     "leave_one_out": "policy/entropy",
     "mean_norm": "metrics/mean_norm/mean",
+    "unsolved": "curriculum/visited_fraction",
     "unlikely": "policy/unlikely_fraction",
     "any_of_four": "eval/arithmetic/any_of_four",
     "doubles": "eval/doubles/greedy_accuracy",

@@ -73,7 +73,7 @@ def test_operations_of_a_step_worked_by_hand(settings, expected):
     config.training.ppo_epochs = case.ppo_epochs
     model = types.SimpleNamespace(config=MODEL)
     holder = types.SimpleNamespace(
-        config=config, policy=model, lora=case.lora,
+        config=config, policy=model, reference_policy=None, lora=case.lora,
         plan=types.SimpleNamespace(reference=case.reference),
         critic=types.SimpleNamespace(model=model) if case.critic else None,
     )  # fmt: skip

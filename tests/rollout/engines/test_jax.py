@@ -594,14 +594,14 @@ def test_sampling_settings_compile_no_new_programs(policy, params):
 def test_programs_are_dropped_beyond_a_bound(policy, params, monkeypatch):
     """Each token limit below 64 gives a cache of another width, and so another program."""
 
-    def allocate(*, policy, rows, group, num_prompt_columns, columns):
+    def allocate(*, policy, rows, group, num_prompt_columns, columns, counted):
         return jnp.zeros((rows * group, columns))
 
     def prefill(call):
         raise StopAsyncIteration
 
     monkeypatch.setattr(decoding.DecodingCall, "_prefill", prefill)
-    names = "policy", "rows", "group", "num_prompt_columns", "columns"
+    names = "policy", "rows", "group", "num_prompt_columns", "columns", "counted"
     monkeypatch.setattr(decoding, "MAX_PROGRAMS", 3)
     monkeypatch.setattr(decoding, "empty_slots", jax.jit(allocate, static_argnames=names))
     monkeypatch.setattr(decoding, "_JITTED", (decoding.empty_slots,))
