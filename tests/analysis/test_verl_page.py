@@ -23,6 +23,10 @@ def test_every_defect_has_a_row():
     }  # fmt: skip
 
 
+def test_every_capability_of_the_release_has_a_row():
+    assert re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE) == [str(n) for n in range(1, 30)]
+
+
 def checks_something(node):
     """An assert statement, or a call of a function that asserts by its name."""
     if isinstance(node, ast.Assert):
