@@ -116,6 +116,11 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
 
 def remarks(config: ml_collections.ConfigDict) -> list[str]:
     """Lines about settings that are possible and rarely meant, after `validate`."""
+    if config.algorithms.name == "distillation" and not config.model.reference_path:
+        return [
+            "warning: algorithms.name='distillation' without model.reference_path: the teacher is "
+            "the policy at the start, so there is nothing to learn from it."
+        ]
     rewards, own = config.rewards, "reasoning_gym"
     verifiers, _ = split_functions(reward_functions(rewards.functions))
     used = [verifier.function for verifier in verifiers]
@@ -144,8 +149,16 @@ def method_line(config: ml_collections.ConfigDict) -> str:
         ):
             if loss[of]:
                 parts.append(f"{name} {loss[of]:g}")
+    for name, value in (
+        ("reference", config.model.reference_path),
+        ("curriculum", config.data.curriculum),
+    ):
+        if value:
+            parts.append(f"{name} {value}")
     is_math = not (rewards.function or rewards.functions or config.environment.name)
-    if is_math and rewards.mode == "independent":
+    if rewards.majority:
+        parts.append("majority rewards")
+    elif is_math and rewards.mode == "independent":
         parts.append(f"{rewards.unboxed_penalty:g} if wrong and unboxed")
     return f"method: {', '.join(parts)}"
 

@@ -16,7 +16,7 @@ from configs import (
     smollm2,
 )
 from semrl_jax.runs import train, validate
-from semrl_jax.runs.config_checks import check_sections, remarks
+from semrl_jax.runs.config_checks import check_sections, method_line, remarks
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.support.errors import UserError
@@ -439,3 +439,15 @@ def test_remarks_are_printed_once_also_if_quiet(config, tmp_path, monkeypatch, c
     config.model.path = str(tmp_path / "none")
     refused(r"nowhere\.jsonl", train, config, str(tmp_path / "run"), quiet=True)
     assert capsys.readouterr().out.count("warning: a remark") == 1
+
+
+def test_the_first_line_and_a_warning_tell_of_the_teacher():
+    config = smollm2.get_config()
+    config.rewards.majority, config.data.curriculum = True, "window"
+    config.algorithms.name = "distillation"
+    (warning,) = remarks(config)
+    assert "nothing to learn" in warning
+    config.model.reference_path = "a/teacher"
+    assert not remarks(config)
+    added = "entropy bonus 0.001, reference a/teacher, curriculum window, majority rewards"
+    assert method_line(config) == f"method: distillation, VERL shaping of advantage, {added}"
