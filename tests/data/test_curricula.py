@@ -114,7 +114,13 @@ def test_a_source_that_no_prompt_has_is_named(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"rollout.max_staleness": 1}], ids=["now", "ahead"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="now"),
+        pytest.param({"rollout.max_staleness": 1}, id="ahead", marks=pytest.mark.soak),
+    ],
+)
 def test_a_run_resumes_with_the_same_prompts(fields, config, tmp_path):
     config.rewards.function = "tests.verifiers:by_parity"
     config.data.curriculum = "learnability"

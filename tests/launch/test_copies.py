@@ -116,6 +116,7 @@ def kill(processes):
         process.communicate()
 
 
+@pytest.mark.soak
 def test_a_killed_run_without_its_disk_continues_from_the_bucket(bucket, tmp_path):
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     succeed("launch.train", f"--config={TINY}", f"--workdir={undisturbed}", timeout=900)

@@ -117,7 +117,7 @@ def test_policies_in_directories_of_one_name_have_results_of_their_own(trained, 
     assert again.returncode == 2 and "name each once" in again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_evaluation_continues_with_the_same_results(settings, undisturbed, tmp_path):
     command = (*settings, f"--output={tmp_path / 'killed'}")
     process = start("launch.evaluate", *command)

@@ -65,14 +65,8 @@ def test_a_terminal_that_was_closed_is_a_reader_that_has_ended(prepared):
 
 
 # Each is a minute of a slow machine; the test above has all of them for a short command.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "streams",
-    [
-        pytest.param(name, marks=[] if name == "no streams" else pytest.mark.soak)
-        for name in STREAMS
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("streams", STREAMS)
 def test_training_goes_on(streams, tmp_path):
     workdir = tmp_path / NAME
     done = shell(

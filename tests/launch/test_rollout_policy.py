@@ -20,7 +20,7 @@ def train(workdir, num_steps):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_is_served_and_followed(tmp_path):
     train(tmp_path / "run", 1)
     port = free_port()

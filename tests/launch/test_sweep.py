@@ -7,7 +7,7 @@ import pytest
 from tests.launch.conftest import TINY, read_until, run, start, succeed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_sweep_goes_on_after_a_signal(tmp_path):
     output = tmp_path / "sweep"
     arguments = [

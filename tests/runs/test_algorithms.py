@@ -160,7 +160,10 @@ def test_a_critic_whose_updates_are_not_finite_ends_the_run(
     assert {"token_ids", "response_mask", "values", "advantages"} <= set(saved)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["sampled", "exact"])
+@pytest.mark.parametrize(
+    "exact",
+    [pytest.param(False, id="sampled", marks=pytest.mark.soak), pytest.param(True, id="exact")],
+)
 def test_a_run_with_a_teacher(exact, config, tmp_path, rewarded):
     """It has the policy's tokenizer, another size, and another vocabulary than is needed."""
     policy, tokenizer = build_policy(config)

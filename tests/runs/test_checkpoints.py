@@ -215,7 +215,7 @@ def damaged(damage: str, file: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize("damage", slow_after(1, ["truncate", "delete", "empty", "add"]))
-@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(saved, state, damage, fast):
     """Damages each file of a fresh copy, including files of Orbax and tensorstore."""
     files = payload_files(saved, 2)

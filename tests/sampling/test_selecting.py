@@ -283,7 +283,7 @@ def test_all_processes_keep_the_same_groups(config, pair):
         assert list(pool.map(ids, sources)) == [alone, alone]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_with_dynamic_sampling_resumes_with_the_same_rows(config, tmp_path, capsys):
     """The last attempt ends with too few groups: it saves the last step, and others continue."""
     config.rollout.group_size = 2

@@ -142,6 +142,7 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path, monkeypatch)
             "algorithms.advantage.kl_target": 0.1,
             "algorithms.loss.kl_coefficient": 0.0,
             "algorithms.batch_rules.max_sampling_rounds": 0,
+            "data.curriculum": "",
             "training.num_steps": 3,
             "hidden_states.compare_every": 0,
             "rollout.max_staleness": 2,

@@ -105,7 +105,9 @@ def test_penalties_count_the_turns_before_as_the_prompt(policy, params, prefille
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3_text", pytest.param("qwen3_moe", marks=pytest.mark.soak)]
+)
 def test_turns_of_families_have_the_numbers_of_the_full_pass(family, prefilled):
     """Layers with a window of 8 and without, where the family has them."""
     config = models.random_config(
@@ -123,7 +125,7 @@ def test_turns_of_families_have_the_numbers_of_the_full_pass(family, prefilled):
         assert_raw_logprobs(policy, params, rollouts)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_cache_of_bfloat16_is_kept(policy, params, prefilled):
     policy = dataclasses.replace(policy, compute_dtype="bfloat16")
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
