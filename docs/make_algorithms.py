@@ -81,7 +81,8 @@ give; the references, if there are any, count only in the log. Answers are compa
 ## Distillation
 
 `model.reference_path` names another model as the reference: a teacher with the policy's tokenizer,
-of any family and size. `distillation` needs no rewards:
+of any family and size. It is a Hugging Face directory; `python -m launch.convert` makes one of a
+run. `distillation` needs no rewards:
 
 ```
 --config.model.path=STUDENT --config.model.reference_path=TEACHER \\

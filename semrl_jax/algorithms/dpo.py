@@ -15,29 +15,20 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens
 from semrl_jax.algorithms.implicit_reward import ImplicitReward as Options
-from semrl_jax.algorithms.implicit_reward import needs, of_responses
+from semrl_jax.algorithms.implicit_reward import each_response, needs
 from semrl_jax.algorithms.objective import loss, token_weights
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
-    rewards, implicit = of_responses(rewards, passes, response_mask)
+@each_response
+def advantages(rewards, implicit, options):
     size = rewards.shape[1]
     best, worst = (
         jax.nn.one_hot(index, size) for index in (rewards.argmax(axis=1), rewards.argmin(axis=1))
     )
     sign = best - worst  # zeros where all are equal: both are the first
     margin = jnp.sum(sign * implicit, axis=1, keepdims=True)
-    found = options.reward_beta * jax.nn.sigmoid(-options.reward_beta * margin) * sign
-    return jax.lax.stop_gradient(broadcast_to_tokens(found, response_mask))
+    return options.reward_beta * jax.nn.sigmoid(-options.reward_beta * margin) * sign

@@ -12,14 +12,18 @@ the papers do.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Needs, Passes
-from semrl_jax.algorithms.groups import check_groups
+from semrl_jax.algorithms.groups import broadcast_to_tokens, check_groups
 from semrl_jax.algorithms.objective import Objective
 from semrl_jax.support.fields import setting
+
+Estimate = Callable[..., Float[Array, "P G"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +38,24 @@ def needs(options: ImplicitReward) -> Needs:
     return options.needs()._replace(**dict.fromkeys(names, True))
 
 
-def of_responses(
-    rewards: Float[Array, "P G *tokens"], passes: Passes, response_mask: Bool[Array, "B T"]
-) -> tuple[Float[Array, "P G"], Float[Array, "P G"]]:
-    """The reward and s, float32 nats, of each response; turns count together.
+def each_response(estimate: Estimate) -> Callable[..., Float[Array, "B T"]]:
+    """Makes the `advantages` of an algorithm of an estimate from (rewards, s, options).
 
-    Tokens that do not count may hold anything.
+    Rewards and s, float32 nats, are [P, G]; the rewards of turns count together. Tokens that do not
+    count may hold anything.
     """
-    rewards = rewards if rewards.ndim == 2 else jnp.sum(rewards, axis=2)
-    check_groups(rewards)
-    found = jnp.where(response_mask, passes.old_logprobs - passes.ref_logprobs, 0.0)
-    return rewards, jnp.sum(found, axis=1).reshape(rewards.shape)
+
+    def advantages(
+        rewards: Float[Array, "P G *tokens"],
+        passes: Passes,
+        response_mask: Bool[Array, "B T"],
+        options: ImplicitReward,
+    ) -> Float[Array, "B T"]:
+        rewards = rewards if rewards.ndim == 2 else jnp.sum(rewards, axis=2)
+        check_groups(rewards)
+        ratios = jnp.where(response_mask, passes.old_logprobs - passes.ref_logprobs, 0.0)
+        implicit = jnp.sum(ratios, axis=1).reshape(rewards.shape)
+        found = estimate(rewards, implicit, options)
+        return jax.lax.stop_gradient(broadcast_to_tokens(found, response_mask))
+
+    return advantages

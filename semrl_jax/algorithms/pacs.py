@@ -21,11 +21,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Passes
-from semrl_jax.algorithms.groups import broadcast_to_tokens, centred, per_other
-from semrl_jax.algorithms.implicit_reward import ImplicitReward, needs, of_responses
+from semrl_jax.algorithms.groups import centred, per_other
+from semrl_jax.algorithms.implicit_reward import ImplicitReward, each_response, needs
 from semrl_jax.algorithms.objective import loss, token_weights
 from semrl_jax.support.fields import setting
 
@@ -39,13 +37,8 @@ class Options(ImplicitReward):
     threshold: float = setting(0.0, "rewards above are positive")
 
 
-def advantages(
-    rewards: Float[Array, "P G *tokens"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    options: Options,
-) -> Float[Array, "B T"]:
-    rewards, implicit = of_responses(rewards, passes, response_mask)
+@each_response
+def advantages(rewards, implicit, options):
     size = rewards.shape[1]
     scale = options.reward_beta * size * per_other(size)
     psi = scale * centred(implicit)
@@ -54,5 +47,4 @@ def advantages(
     has_both = (share > 0) & (share < 1)
     balanced = 0.5 / jnp.where(labels > 0, share, 1 - share)
     errors = jnp.where(has_both, balanced, 1.0) * (labels - jax.nn.sigmoid(psi))
-    errors = errors - jnp.mean(errors, axis=1, keepdims=True)
-    return jax.lax.stop_gradient(broadcast_to_tokens(scale * errors, response_mask))
+    return scale * (errors - jnp.mean(errors, axis=1, keepdims=True))

@@ -25,6 +25,7 @@ from semrl_jax.data.prompts import (
     Position,
     PromptDataset,
     PromptExample,
+    advanced,
     arithmetic_prompts,
     build_dataset,
     columns_hash,
@@ -49,7 +50,8 @@ from semrl_jax.data.tokenizer import (
 
 __all__ = [
     "BadRows", "Conversation", "ConversationDataset", "Demonstrations", "Position", "PromptDataset",
-    "PromptExample", "RowError", "StopMatcher", "TokenBytes", "arithmetic_prompts", "batch_rows",
+    "PromptExample", "RowError", "StopMatcher", "TokenBytes", "advanced", "arithmetic_prompts",
+    "batch_rows",
     "build_dataset", "character_tokenizer", "check_file", "check_ids", "check_row_format",
     "check_same_tokens", "check_vocabulary", "chosen_template", "columns_hash",
     "conversation_reader", "dataset_hash", "demonstration_rows", "encode", "expand_stop_words",

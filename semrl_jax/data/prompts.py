@@ -78,14 +78,12 @@ def next_prompts(
     Without a curriculum, two calls in a row read the same as one. ValueError for an empty dataset,
     UserError if the position, with 0 <= cursor <= size, is outside of it.
     """
-    rows, position = next_rows(dataset, seed, position, count)
-    return [dataset.examples[row] for row in rows], position
+    rows = next_rows(dataset, seed, position, count)
+    return [dataset.examples[row] for row in rows], advanced(dataset, position, count)
 
 
-def next_rows(
-    dataset: PromptDataset, seed: int, position: Position, count: int
-) -> tuple[list[int], Position]:
-    """The same as `next_prompts`, with the numbers of the prompts in the dataset."""
+def advanced(dataset: PromptDataset, position: Position, count: int) -> Position:
+    """The position after `count` more prompts; raises as `next_prompts`."""
     epoch, cursor, seen = Position(*position)
     size = len(dataset)
     if not size:
@@ -94,21 +92,23 @@ def next_rows(
         raise UserError(
             f"position {position} or count {count} does not fit a dataset of {size} prompts."
         )
+    more, cursor = divmod(cursor + count, size)
+    return Position(epoch + more, cursor, seen)
+
+
+def next_rows(dataset: PromptDataset, seed: int, position: Position, count: int) -> list[int]:
+    """The numbers in the dataset of the prompts that `next_prompts` reads; raises as it."""
+    epoch, cursor, seen = advanced(dataset, position, 0)
+    size = len(dataset)
     if dataset.curriculum is not None:
         prompts = Prompts(*seen, dataset.sources)
-        drawn = dataset.curriculum.draw(prompts, (seed, epoch * size + cursor), count)
-        more, cursor = divmod(cursor + count, size)
-        return drawn.tolist(), Position(epoch + more, cursor, seen)
+        return dataset.curriculum.draw(prompts, (seed, epoch * size + cursor), count).tolist()
     rows: list[int] = []
-    while True:
-        if cursor == size:
-            epoch, cursor = epoch + 1, 0
-        take = min(count - len(rows), size - cursor)
-        if not take:
-            return rows, Position(epoch, cursor)
+    while len(rows) < count:
         order = prompt_order(size, seed, epoch) if dataset.is_shuffled else np.arange(size)
-        rows += order[cursor : cursor + take].tolist()
-        cursor += take
+        rows += order[cursor : cursor + count - len(rows)].tolist()
+        epoch, cursor = epoch + 1, 0
+    return rows
 
 
 def build_dataset(

@@ -37,7 +37,9 @@ from semrl_jax.support.safe_files import (
 )
 
 # These decide what a run's checkpoints hold. A run from before they existed keeps their default.
-IN_CHECKPOINTS = ("rollout.max_staleness", "lora.rank", "training.resume_from")
+IN_CHECKPOINTS = (
+    "rollout.max_staleness", "lora.rank", "data.curriculum", "training.resume_from",
+)  # fmt: skip
 GIVEN = "given"  # rows and functions that a program gave to the run
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
 

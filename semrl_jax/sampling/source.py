@@ -131,7 +131,7 @@ class Rounds:
 
     def after(self, position: Position, count: int) -> Position:
         """The position after this many prompts."""
-        return data.next_rows(self.prompts, self.config.seed, position, count)[1]
+        return data.advanced(self.prompts, position, count)
 
     def correct(self, scored: Scored) -> Bool[np.ndarray, "P G"]:
         """Which responses of a round are correct."""
@@ -159,4 +159,4 @@ class Rounds:
         """The prompts of round `number` of the step that begins at `position`."""
         count = self.config.data.prompts_per_step
         start = self.after(position, number * count)
-        return data.next_rows(self.prompts, self.config.seed, start, count)[0]
+        return data.next_rows(self.prompts, self.config.seed, start, count)

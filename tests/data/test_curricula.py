@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.data.curricula import PARTS, Curriculum, Prompts, Seen, find_curriculum
-from semrl_jax.data.prompts import Position, next_rows
+from semrl_jax.data.prompts import Position, advanced, next_rows
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
@@ -75,8 +75,10 @@ def test_a_position_counts_prompts_and_keeps_what_was_seen():
     seen = Seen.nothing(5).after([0, 1, 2], np.array([[1, 1], [0, 0], [1, 0]], bool))
     np.testing.assert_array_equal(seen.rates, np.float32([1, 0, 0.5, 0, 0]))
     np.testing.assert_array_equal(seen.visits, [1, 1, 1, 0, 0])
-    rows, position = next_rows(dataset, 7, Position(1, 4, seen), 3)
-    assert set(rows) == {2, 3, 4} and position[:2] == (2, 2) and position.seen is seen
+    start = Position(1, 4, seen)
+    position = advanced(dataset, start, 3)
+    assert set(next_rows(dataset, 7, start, 3)) == {2, 3, 4}
+    assert position[:2] == (2, 2) and position.seen is seen
 
 
 @pytest.mark.parametrize(
