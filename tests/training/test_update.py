@@ -174,7 +174,8 @@ def whole_kl(params, reference, batch, policy, other):
     def log_softmax(model, params):
         inputs = map(jnp.asarray, (batch.token_ids, batch.positions, batch.segment_ids))
         states = model.final_states(params, *inputs)[:, LIMITS[0] - 1 : -1]
-        logits = model.logits(params, states.reshape(-1, states.shape[2]))[:, :VOCAB]
+        logits = model.logits(params, states.reshape(-1, states.shape[2]))
+        logits = logits[:, : policy.config.vocab_size]
         return jax.nn.log_softmax(logits / 0.8)
 
     log_p, log_q = log_softmax(policy, params), log_softmax(other, reference)
@@ -186,10 +187,13 @@ def whole_kl(params, reference, batch, policy, other):
 @pytest.mark.parametrize("plan", ["packed", "rows"])
 def test_the_exact_kl_from_a_model_of_another_size(plan):
     """Its value and gradient, on a mesh too: of another width and a larger vocabulary."""
-    policy, params = setup()
-    larger = dataclasses.replace(
-        make_policy(num_layers=1, hidden_size=48).config, vocab_size=VOCAB + 8, tie_embeddings=True
-    )
+    # Two key heads and an even vocabulary, for a tensor axis: its parts of the two vocabularies
+    # begin with other tokens.
+    even = {"num_kv_heads": 2, "vocab_size": VOCAB + 1}
+    policy = models.Policy(dataclasses.replace(make_policy(4).config, **even))
+    params = policy.init(jax.random.key(0))
+    larger = make_policy(num_layers=1, hidden_size=48).config
+    larger = dataclasses.replace(larger, **even | {"vocab_size": VOCAB + 9}, tie_embeddings=True)
     other, batch = models.Policy(larger), make_batch(context=True)
     reference = other.init(jax.random.key(5))
     algorithm = Algorithm(
@@ -202,7 +206,7 @@ def test_the_exact_kl_from_a_model_of_another_size(plan):
     wanted = jax.jit(compute)(params)
     row_plan, settings = plan_of(PLANS["packed"]), {}
     if plan == "rows":
-        mesh = models.make_mesh({"fsdp": 2, "tensor": 1, "sequence": 2}, jax.devices()[:4])
+        mesh = models.make_mesh({"fsdp": 1, "tensor": 2, "sequence": 2}, jax.devices()[:4])
         policy, other = (dataclasses.replace(each, mesh=mesh) for each in (policy, other))
         row_plan = RowPlan(mesh, micro_batch_size=4)
     loss = PolicyLoss(policy, 0.8, algorithm, reference=other)
