@@ -85,7 +85,8 @@ def make_estimate(
         elif not replica_nodes:  # a child process with some of the trainer's cards
             most = 1 - config.rollout.vllm_gpu_memory_utilization
         programs[name] = replica.pop("program") | {"bytes": replica["bytes"]}
-    peak = peak_bytes({n: programs[n] for n in ("update", "decode") if n in programs}, {})
+    largest = {n: programs[n] for n in ("update", "decode") if n in programs}
+    peak = peak_bytes(largest, {}, config.rollout.max_staleness)
     update, training = programs["update"], config.training
     seconds = {name: part["runs"] * part["times_s"]["total"] for name, part in programs.items()}
     sampling = seconds.pop("sample" if replica_nodes else "", 0.0)

@@ -30,7 +30,7 @@ from semrl_jax.support.chips import (
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import UPDATE
 
-KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # between programs, too
+KEPT = ("parameters", "optimiser", "reference", "base")  # between programs, too
 
 
 def check(
@@ -121,7 +121,8 @@ def make_plan(
     held, update = programs.held(), found["update"]
     own = [part for name, part in found.items() if name != "decode"]
     fit = all("times_s" in part for part in own)
-    peak, rows = peak_bytes(found, held), training.micro_batch_size
+    peak = peak_bytes(found, held, config.rollout.max_staleness)
+    rows = training.micro_batch_size
     if training.micro_batch_tokens:
         rows = f"{training.micro_batch_tokens} tokens per data shard"
     plan = {
@@ -144,11 +145,15 @@ def make_plan(
     return plan | {"advice": [] if plan["fits"] else advice(config, plan, where)}
 
 
-def peak_bytes(programs: Mapping[str, Any], held: Mapping[str, int]) -> float | int:
-    """Bytes of a chip: what stays between programs, and what the largest program adds."""
+def peak_bytes(programs: Mapping[str, Any], held: Mapping[str, int], lag: int = 0) -> float | int:
+    """Bytes of a chip: what stays between programs, and what the largest program adds.
+
+    An engine that samples ahead has its weights during an update too.
+    """
     sizes, kept = [part["bytes"] for part in programs.values()], dict(held)
+    stays = KEPT + ("engine weights",) * bool(lag)
     for own in sizes:
-        kept |= {kind: size for kind, size in own.items() if kind in KEPT}
+        kept |= {kind: size for kind, size in own.items() if kind in stays}
     return max(
         own["total"] + sum(size for kind, size in kept.items() if kind not in own) for own in sizes
     )

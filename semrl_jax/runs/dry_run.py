@@ -27,9 +27,9 @@ from semrl_jax.runs.memory import (
     device_bytes,
     least_parts,
     least_parts_sft,
-    memory_parts,
     num_parameters,
     num_trained,
+    peak_parts,
     per_parameter,
     size_text,
     width,
@@ -228,7 +228,7 @@ def _checkpoint_bytes(
 def _say_memory(
     config: ml_collections.ConfigDict, inputs: Inputs, mesh: Mesh, summary: Summary
 ) -> None:
-    parts = memory_parts(config, inputs, mesh)
+    parts = peak_parts(config, inputs, mesh)
     limit, where = device_bytes(), "per device"
     if limit is None:  # the cores are the devices, and share the memory of the machine
         count = len(mesh.local_devices)

@@ -105,7 +105,9 @@ def least_parts(
         parts[REPLICA] = width(config.model.compute_dtype) * num_parameters(architecture)
         if not is_machine(mesh):
             parts[REPLICA] /= configured_mesh(config, architecture).shape["tensor"]
-    return parts
+        if not num_earlier(config.rollout):  # it has its weights while there are no gradients
+            parts[REPLICA] -= min(parts[REPLICA], parts.get(GRADIENTS, 0))
+    return {name: size for name, size in parts.items() if size}
 
 
 def _kept(
@@ -235,6 +237,25 @@ def memory_parts(
         parts[REPLICA] = size / engine.shape["tensor"]
         parts[CACHE] = width(config.model.compute_dtype) * keys * columns / engine.size
     return parts
+
+
+def peak_parts(
+    config: ml_collections.ConfigDict, inputs: Inputs, mesh: Mesh
+) -> dict[str, float | int]:
+    """`memory_parts` that exist at the same time.
+
+    Without a lag, a replica of this process has its weights and its cache only between updates.
+    """
+    parts = dict(memory_parts(config, inputs, mesh))
+    if not num_earlier(config.rollout):
+        sizes = update_sizes(config, inputs, mesh)
+        left = sum(sizes.values()) - sum(
+            sizes.get(name, 0) for name in (PARAMETERS, ADAPTERS, config.optimizer.name)
+        )
+        for name in filter(parts.get, (REPLICA, CACHE)):
+            shared = min(left, parts[name])
+            parts[name], left = parts[name] - shared, left - shared
+    return {name: size for name, size in parts.items() if size}
 
 
 @functools.cache

@@ -115,6 +115,11 @@ class Sampler:
         finally:
             self.sync.client.release()
 
+    def release_weights(self) -> None:
+        """Frees those of a replica in this process; `sync_weights` comes before the next sample."""
+        if self.sync.client is not None:
+            self.sync.client.release(weights=True)
+
     def generate(
         self,
         requests: Sequence[SampleRequest],

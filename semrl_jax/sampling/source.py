@@ -69,7 +69,9 @@ class Now:
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
         with clock("sample"):
-            return self.batches.next(step, position, clock)
+            sample = self.batches.next(step, position, clock)
+        self.sampler.release_weights()  # the update needs the memory; `offer` sends new ones
+        return sample
 
 
 @dataclasses.dataclass

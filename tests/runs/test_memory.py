@@ -38,10 +38,10 @@ def mesh_of(**sizes):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, {"parameters": 4, "adamw": 8, "gradients": 4, "reference": 4, "replica": 4}),
+        ({}, {"parameters": 4, "adamw": 8, "gradients": 4, "reference": 4}),
         (
             {"model.reference_dtype": "bfloat16", "model.compute_dtype": "bfloat16"},
-            {"parameters": 4, "adamw": 8, "gradients": 4, "reference": 2, "replica": 2},
+            {"parameters": 4, "adamw": 8, "gradients": 4, "reference": 2},
         ),
         (
             {"model.param_dtype": "bfloat16", "rollout.addresses": ("a:1",)},
@@ -58,7 +58,7 @@ def mesh_of(**sizes):
         ),
         (
             {"lora.rank": 1, "lora.base_dtype": "bfloat16"},
-            {"base": 2, "replica": 4},
+            {"base": 2},
         ),
     ],
 )  # fmt: skip
@@ -71,12 +71,15 @@ def test_bytes_per_parameter_by_hand(fields, expected, config):
     assert ("reference" in expected) <= (inputs.plan.reference != NONE)
     found = memory.least_parts(config, inputs, mesh)
     count = memory.num_parameters(inputs.policy.config)
-    adapters = {"adapters", "adamw", "gradients"} if config.lora.rank else set()
+    adapters = {"adapters", "adamw", "gradients", "replica"} if config.lora.rank else set()
     assert found.keys() == expected.keys() | adapters
     for name, size in expected.items():
         # Arrays that 8 does not divide are on every device, and the state also has scalars.
         assert found[name] / count == pytest.approx(size, rel=0.05), name
     if adapters:
+        # The engine has all weights, but while there are no gradients.
+        sampling = found["replica"] + found["gradients"]
+        assert sampling / count == pytest.approx(4, rel=0.05)
         assert found["adamw"] == pytest.approx(2 * found["adapters"], rel=0.05)
 
 
@@ -88,7 +91,7 @@ def test_devices_of_a_machine_have_copies_of_what_is_trained_alone(config):
     size = 4 * memory.num_parameters(build_policy(config)[0].config)
     assert found["parameters"] == found["gradients"] == 8 * size
     assert found["critic"] == pytest.approx(3 * 8 * size, rel=0.01)
-    assert found["reference"] == found["replica"] == size
+    assert found["reference"] == size
 
 
 def test_the_limit_is_that_of_the_machine_or_of_a_device(config, monkeypatch, capsys):
@@ -131,7 +134,9 @@ def test_what_is_offloaded_from_an_accelerator_does_not_count_there(config, monk
     monkeypatch.setattr(memory, "is_machine", lambda mesh: False)
     found = memory.least_parts(config, inputs, mesh)
     assert found.keys() == {"parameters", "gradients", "replica"}
-    assert found["parameters"] < 0.2 * found["replica"]  # of one device of eight
+    # The engine's copy on each device, while there are no gradients.
+    size = found["replica"] + found["gradients"]
+    assert found["parameters"] < 0.2 * size  # of one device of eight
 
 
 def test_a_model_that_does_not_fit_is_refused_before_files_are_written(

@@ -306,11 +306,15 @@ class RolloutClient(contextlib.AbstractContextManager):
         with contextlib.closing(dispatcher):
             yield from dispatcher.run()
 
-    def release(self) -> None:
-        """Frees what a replica of this process keeps. Others keep it until new weights come."""
+    def release(self, weights: bool = False) -> None:
+        """Frees what a replica of this process keeps. Others keep it until new weights come.
+
+        Args:
+          weights: free these too; no call follows before the next `sync_weights`.
+        """
         self._homes.clear()
         if self._local is not None:
-            self._local.release()
+            self._local.release(weights)
 
     def _await_replica(self, replica: Replica, deadline: float) -> None:
         last_report = started = time.monotonic()

@@ -112,8 +112,8 @@ class LocalReplica(Replica):
             update.cancel()
             raise
 
-    def release(self) -> None:
-        self._engine.release()
+    def release(self, weights: bool) -> None:
+        self._service.release(weights)
 
     def close(self) -> None:
         with self._closing:

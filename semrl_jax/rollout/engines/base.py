@@ -86,8 +86,12 @@ class Engine(abc.ABC):
     async def abort(self) -> None:
         """Ends the running `generate` calls, which yield unfinished responses as "aborted"."""
 
-    def release(self) -> None:
-        """Frees what was kept for later calls, see `GenerateCall.keep`; it need not keep any."""
+    def release(self, weights: bool = False) -> None:
+        """Frees what was kept for later calls, see `GenerateCall.keep`; it need not keep any.
+
+        Args:
+          weights: free these too; no call follows before the next update. An engine may keep them.
+        """
 
     def check(self) -> None:
         """Raises EngineDeadError if the engine has died. Called every second; must be quick."""

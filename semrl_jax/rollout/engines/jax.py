@@ -28,6 +28,7 @@ from semrl_jax.models import (
     tensor_specs,
     unstacked,
 )
+from semrl_jax.rollout import host_memory
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.decoding import DecodingCall
 from semrl_jax.rollout.engines.keeping import Kept
@@ -133,8 +134,11 @@ class JaxEngine(Engine):
     def expected_tensors(self) -> Sequence[TensorSpec]:
         return tensor_specs(self._policy.config, "float32")
 
-    def release(self) -> None:
+    def release(self, weights: bool = False) -> None:
         self._kept = []
+        if weights:
+            self._params = None
+            host_memory.give_back()  # where the device is a CPU, a layer's weights are small arrays
 
     def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
         self.release()  # the memory is needed for these weights

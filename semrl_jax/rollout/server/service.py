@@ -117,6 +117,12 @@ class RolloutService:
         await asyncio.shield(self._commit_task)
         return version
 
+    def release(self, weights: bool) -> None:
+        """Frees what the engine keeps; without weights, calls are refused until new ones come."""
+        if weights:
+            self._version = None
+        self._engine.release(weights)
+
     async def load(
         self,
         version: WeightVersion,

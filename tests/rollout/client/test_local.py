@@ -1,7 +1,9 @@
 """A replica of this process does what one behind a server does, without a server."""
 
 import dataclasses
+import gc
 import time
+import weakref
 
 import grpc
 import jax
@@ -232,3 +234,26 @@ def test_weights_of_a_mesh_are_checked_on_its_devices(policy):
         params["final_norm"]["scale"] = scale.at[0].set(np.inf)
         with pytest.raises(RuntimeError, match=r"not finite, in tensor 'model.norm"):
             client.sync_weights(specs, read, step=1)
+
+
+def test_weights_can_be_freed_until_the_next_ones(policy):
+    policy, params = policy
+    engine = JaxEngine(policy)
+    specs = models.tensor_specs(CONFIG, "float32")
+    arrays = [array for _, array in models.iterate_hf_tensors(params, CONFIG, "float32")]
+    client = RolloutClient(local=LocalReplica(engine), run_id="run", attempt_id="attempt")
+    with client:
+        client.connect(model_hash=CONFIG.hash, tokenizer_hash="", vocab_size=31)
+        found = []
+        for step in range(2):
+            version = client.sync_weights(specs, lambda: iter(arrays), step=step)
+            found.append(list(client.generate(jax_requests(), SAMPLING, version=version)))
+            held = [weakref.ref(leaf) for leaf in jax.tree.leaves(engine._params)]
+            client.release()
+            assert all(ref() is not None for ref in held)
+            client.release(weights=True)
+            gc.collect()
+            assert held and not any(ref() is not None for ref in held)
+            with pytest.raises(RuntimeError, match="no replica serves weights run/attempt/"):
+                list(client.generate(jax_requests(), SAMPLING, version=version))
+    assert_equal(*found)
