@@ -318,7 +318,13 @@ def checkpoint_sums(folder: pathlib.Path) -> Sums:
 class Compared:
     """Compares steps one after the other, and notes what was there to compare."""
 
-    records: list[StepRecord] = dataclasses.field(default_factory=list)  # of the left side
+    records: list[StepRecord] = dataclasses.field(default_factory=list)
+
+    def note(self, left: StepRecord, right: StepRecord) -> None:
+        """Notes what both records have; of the responses, only whether there are any."""
+        count = min(len(left.columns), len(right.columns), 1)
+        facts = {name: fact for name, fact in left.facts.items() if name in right.facts}
+        self.records.append(StepRecord(left.step, left.columns.slice(0, count), facts))
 
     def first(
         self, left: Callable[[int], StepRecord], right: Iterator[StepRecord], begin: int = 0
@@ -329,7 +335,7 @@ class Compared:
                 if other.step < begin:
                     continue
                 own = left(other.step)
-                self.records.append(own._replace(columns=own.columns.slice(0, 1)))
+                self.note(own, other)
                 if found := list(differences(own, other)):
                     return Finding(found, own, other)
         return None

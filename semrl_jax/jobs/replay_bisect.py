@@ -115,7 +115,7 @@ def between_runs(
     if parted is None:
         for step in common:
             pair = [records(step) for records in known]
-            compared.records.append(pair[0])
+            compared.note(*pair)
             if found := list(differences(*pair)):
                 return Finding(found, *pair)
         return None
@@ -126,14 +126,14 @@ def between_runs(
     # vLLM samples other tokens in a re-run.
     is_final = any(setting_of(run, "rollout", "engine") == "vllm" for run in runs)
     if is_final or (are_recorded and found[0].stage != START):
-        compared.records.append(pair[0])
+        compared.note(*pair)
         return Finding(found, *pair)
     for begin in (*(step for step in reversed(both) if step <= parted), 0):
         asked = [Replay(run, begin, parted) for run in runs]
         with _kept() as directory:
-            for record in _keeping(records_of(asked[0]), directory):
-                compared.records.append(record._replace(columns=record.columns.slice(0, 1)))
-            found = Compared().first(_read(directory), records_of(asked[1]))
+            for _ in _keeping(records_of(asked[0]), directory):
+                pass
+            found = compared.first(_read(directory), records_of(asked[1]))
         if found is None:
             raise UserError(
                 f"the logs of {left} and {right} part at step {parted}, but their re-runs do not: "

@@ -22,6 +22,7 @@ from semrl_jax.jobs.replay import (
 from semrl_jax.jobs.replay_report import replay
 from semrl_jax.runs import train
 from semrl_jax.sampling import requests
+from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.recorded import file_of
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.source import Counted
@@ -29,7 +30,8 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop
 from semrl_jax.training.learner import Learner
 from tests.cases import refused
-from tests.fixtures import scores_by_length
+from tests.fixtures import save_chat_model, scores_by_length
+from tests.launch.conftest import TINY, succeed
 from tests.runs.test_algorithms import PPO
 from tests.tiny import tiny_config
 
@@ -312,6 +314,8 @@ def test_what_cannot_be_replayed_is_one_line(run, tmp_path):
     record["config"]["rollout"]["engine"] = "vllm"
     (broken / "config.json").write_text(json.dumps(record))
     refused("from recorded responses only", replay, [broken], 0, 1, page)
+    shutil.copy(run / "inputs.json", broken)
+    assert replay([broken], 0, 1, page, recorded=True) == 0
     assert not page.exists() and steps_of(run).checkpoints == [1, 2, 3, 4]
     assert chosen_steps(run, None, None) == (1, 1, 3)
 
@@ -382,3 +386,32 @@ def test_other_runs_replay_too(tmp_path, name):
         assert compared(run, 2, recorded=recorded) == (None, STEPS - 2)
     (first, *_), _ = compared(run, 2, changes={"rollout.temperature": 0.5})
     assert first.stage == "tokens"
+
+
+@pytest.mark.soak
+def test_episodes_replay_with_recorded_answers_too(tmp_path, monkeypatch):
+    """With records, no environment is asked."""
+    save_chat_model(tmp_path / "model", "Write about w12345. 2 of 17. More! user assistant", 280)
+    fields = {
+        "model.path": str(tmp_path / "model"), "data.task": "environment", "data.num_prompts": 8,
+        "environment.name": "tests.environments.users:Vowels", "environment.num_workers": 2,
+        "rollout.stop_token_ids": tuple(range(0, 280, 7)), "rollout.max_prompt_tokens": 64,
+        "rollout.max_response_tokens": 96,
+    }  # fmt: skip
+    run = made(tmp_path / "run", **fields)
+    assert compared(run, 2) == (None, STEPS - 2)
+    monkeypatch.setattr(MultiTurn, "play", None)
+    assert compared(run, 2, recorded=True) == (None, STEPS - 2)
+
+
+@pytest.mark.soak
+def test_two_processes_replay_as_two_processes(tmp_path):
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    succeed(
+        "launch.local", "--processes=2", "--devices_per_process=2", "--", f"--config={TINY}",
+        f"--workdir={run}", "--config.logging.replay_every=1", "--config.training.num_steps=3",
+        "--config.checkpoints.keep=3", timeout=300,
+    )  # fmt: skip
+    for flags in ((), ("--recorded",)):
+        done = succeed("launch.replay", run, "--from=1", f"--output={page}", *flags, timeout=300)
+        assert "no difference in steps 1 to 2 (compared: rows of 2, responses of 2" in done.stdout
