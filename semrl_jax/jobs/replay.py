@@ -70,7 +70,7 @@ class Replay(NamedTuple):
     last: int  # included
     changes: Mapping[str, Any] = {}  # settings that differ from the run's, by full name
     recorded: bool = False  # responses of the records in place of sampling
-    weights: str = ""  # a policy to begin with; "": that of the checkpoint
+    weights: str = ""  # a policy to begin with; "": the checkpoint has it
     source: pathlib.Path | None = None  # directory with the checkpoint; None: the run
     # Where the state after the last step is saved, as the checkpoint of a run; None: nowhere.
     save: pathlib.Path | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from semrl_jax import data
@@ -187,10 +187,15 @@ def _response(finding: Finding, sides: Sequence[str], run: pathlib.Path) -> Iter
         yield f"<pre>{''.join(texts)}</pre></div>"
     yield "</div>"
     if token is not None:
-        yield _tokens(rows, token, text)
+        yield _tokens(rows, sides, token, text)
 
 
-def _tokens(rows: Sequence[Mapping[str, Any]], token: int, text: Any) -> str:
+def _tokens(
+    rows: Sequence[Mapping[str, Any]],
+    sides: Sequence[str],
+    token: int,
+    text: Callable[[Sequence[int]], str],
+) -> str:
     """A table of the tokens around one, with the values of both sides."""
     names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages")
     names = [name for name in names if all(row.get(name) is not None for row in rows)]
@@ -200,7 +205,7 @@ def _tokens(rows: Sequence[Mapping[str, Any]], token: int, text: Any) -> str:
         ids = [row["response_ids"][at : at + 1] for row in rows]
         values = [_pair(*((row[n][at : at + 1] or [None])[0] for row in rows)) for n in names]
         cells.append((at, *(text(one) if one else "none" for one in ids), *values))
-    head = ("token", "left", "right", *names)
+    head = ("token", *sides, *names)
     return "<h2>Tokens around it</h2>" + _table(head, cells, token - begin)
 
 

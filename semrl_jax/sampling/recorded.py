@@ -36,9 +36,9 @@ class StepRecord(NamedTuple):
 
     Attributes:
       columns: one row per response, in (group, sample) order, see `support.response_files`.
-      facts: JSON object. `row`: scalars of the log. `sampled`: names of those of the sampling.
-        `position`: in the data, after the step. `num_layers`: whose hidden states are measured.
-        `before`, `after`, `gradients`: `traces.Sums`.
+      facts: a JSON object. `row` has scalars of the log, and `sampled` the names of those that the
+        sampling gave. `position` is the place in the data after the step, `num_layers` the number
+        of measured layers of hidden states. `before`, `after` and `gradients` are `traces.Sums`.
     """
 
     step: int
@@ -160,7 +160,7 @@ def _item_of(row: Mapping[str, Any]) -> ScoredRollout:
 
 @dataclasses.dataclass
 class Recorded:
-    """A source whose batches are those of the records of a run. It samples nothing."""
+    """A source that reads its batches from the records of a run, and samples nothing."""
 
     run: pathlib.Path
 

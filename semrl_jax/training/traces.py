@@ -27,8 +27,8 @@ class Trace(NamedTuple):
     """
 
     before: Sums  # parameters before the update
-    # Of the loss over the whole batch at these parameters. Mini-batches are updated one after the
-    # other, so their own gradients have other parameters from the second on.
+    # Gradients of the loss over the whole batch at these parameters. Mini-batches are updated one
+    # after the other, so their own gradients have other parameters from the second on.
     gradients: Sums
     arrays: Mapping[str, np.ndarray]
     rewards: Float[np.ndarray, "P G"] = ()
@@ -71,7 +71,7 @@ def traced(
 
 
 def parameter_sums(state: TrainState) -> Sums:
-    """Of the trained parameters, with the name of their model before their own."""
+    """Sums of the trained parameters, whose names begin with that of their model."""
     found = {POLICY: state.params}
     if state.critic is not None:
         found["critic"] = state.critic.params

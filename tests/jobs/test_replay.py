@@ -256,7 +256,7 @@ def test_the_command_tells_and_writes_a_page(run, tmp_path, capsys):
     assert "step 1, tokens: response " in out and str(page) in out
     text = page.read_text()
     assert text.count("<mark>") == 2 and "rollout.temperature=0.5" in text
-    assert "All before it is equal to the bit" in text
+    assert "before it is equal to the bit" in text
 
 
 def test_a_change_begins_at_its_step_without_a_checkpoint_of_it(run, tmp_path, capsys):
