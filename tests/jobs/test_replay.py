@@ -1,9 +1,11 @@
 """Re-runs of steps: equal if nothing changed, and exactly one planted difference is found."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import shutil
+import subprocess
 
 import jax
 import numpy as np
@@ -282,7 +284,8 @@ def test_two_runs_part_at_the_first_step_of_another_number(run, tmp_path, capsys
     out = capsys.readouterr().out
     # The first step has no baseline, and so no shaping.
     assert "step 1, advantages: response " in out and "shaping.target 'advantage' ->" in out
-    again = shutil.copytree(run, tmp_path / "again")
+    # Records change no number of a run.
+    again = made(tmp_path / "again", **{"logging.replay_every": 0})
     assert replay([run, again], None, None, page, bisect=True) == 0
     later = made(tmp_path / "later", seed=3)
     assert replay([run, later], None, None, page, bisect=True) == 1
@@ -348,8 +351,6 @@ def test_revisions_are_tried_by_halves(run, tmp_path, monkeypatch):
                 )
             yield record
 
-    import contextlib
-
     monkeypatch.setattr(replay_bisect, "_git", git)
     monkeypatch.setattr(replay_bisect, "records_of", records)
     monkeypatch.setattr(
@@ -368,6 +369,24 @@ def test_revisions_are_tried_by_halves(run, tmp_path, monkeypatch):
     refused("differs already from what", found, "4", "5")
     refused("must be before", found, "5", "5")
     refused("'none' is no revision", found, "none", "5")
+
+
+def test_a_revision_is_checked_out_for_a_while(tmp_path, monkeypatch):
+    """With git, in a repository of one commit."""
+    monkeypatch.setattr(replay_bisect, "ROOT", tmp_path)
+    asked = Replay(tmp_path, 0, 1)
+    ends = asked, "nothing", "HEAD", Compared(), print
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    refused("need a checkout of git", replay_bisect.between_revisions, *ends)
+    (tmp_path / "file").write_text("text")
+    own = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "file"), (*own, "commit", "-qm", "first")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    refused("'nothing' is no revision", replay_bisect.between_revisions, *ends)
+    with replay_bisect._checkout("HEAD") as code:
+        assert (code / "file").read_text() == "text"
+        assert len(replay_bisect._git("worktree", "list").splitlines()) == 2
+    assert not code.exists() and len(replay_bisect._git("worktree", "list").splitlines()) == 1
 
 
 OTHER_RUNS = {
