@@ -75,7 +75,9 @@ def read_record(file: pathlib.Path) -> StepRecord | None:
 
 
 def columns_of(
-    scored: Scored, tokens: Mapping[str, np.ndarray] = {}, rewards: Sequence[float] = ()
+    scored: Scored,
+    tokens: Mapping[str, np.ndarray] = {},
+    rewards: Sequence[float] | np.ndarray = (),
 ) -> pa.Table:
     """The table of responses.
 
