@@ -19,7 +19,7 @@ setup(
     entry_points={"console_scripts": ["semrl = launch.__main__:main"]},
     package_data={
         "semrl_jax.evaluation": ["problem_page.html"],
-        "semrl_jax.jobs": ["view.html"],
+        "semrl_jax.jobs": ["replay_report.html", "view.html"],
         "semrl_jax.pages": ["kit.css", "kit.js"],
         "semrl_jax.pages.report": ["page.html", "page.js"],
     },

@@ -105,7 +105,7 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
 
 def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None:
     """UserError if a valid checkpoint holds other arrays than `abstract`, below `part`."""
-    tree = _stored(folder)
+    tree = stored_shapes(folder)
     stored, expected = (
         {
             name: f"{leaf.dtype}{list(leaf.shape)}"
@@ -124,7 +124,7 @@ def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None
             )
 
 
-def _stored(folder: pathlib.Path) -> Any:
+def stored_shapes(folder: pathlib.Path) -> Any:
     """Shapes and dtypes of the arrays of a checkpoint; raises UnreadableError."""
     try:
         with open_checkpointer() as checkpointer:
@@ -147,7 +147,7 @@ def save_params(folder: pathlib.Path, params: Params) -> None:
 def restore_params(folder: pathlib.Path, like: Params) -> Params:
     """The parameters of a valid checkpoint like `like`, from float32 or bfloat16; or UserError."""
     stored = like
-    if "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(_stored(folder)["params"])}:
+    if "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(stored_shapes(folder)["params"])}:
         stored = jax.tree.map(lambda leaf: _abstract(leaf, jnp.bfloat16), like)
     check_structure(folder, {"params": stored}, "params/")
     found = restore_tree(folder, {"params": stored})["params"]

@@ -21,7 +21,7 @@ WRITTEN = (*WHOLE, "rollouts", "metrics.jsonl", CHECKPOINTS, "config.json")
 
 
 class Fork(NamedTuple):
-    """A complete checkpoint of a run."""
+    """A complete checkpoint of a run; with step 0, its beginning, of which there is none."""
 
     path: str  # as the user gave it
     run: pathlib.Path
@@ -78,10 +78,13 @@ def _copy(fork: Fork, directory: pathlib.Path) -> None:
     from semrl_jax.runs.checkpoint_files import checkpoint_problem  # loads JAX
 
     checkpoint, copy = (run / CHECKPOINTS / str(fork.step) for run in (fork.run, directory))
-    shutil.copytree(checkpoint, copy)
-    if problem := checkpoint_problem(copy):
-        problem = problem.replace(str(copy), str(checkpoint))
-        raise UserError(f"training.resume_from={fork.path}: {problem}; name another checkpoint.")
+    if fork.step:
+        shutil.copytree(checkpoint, copy)
+        if problem := checkpoint_problem(copy):
+            problem = problem.replace(str(copy), str(checkpoint))
+            raise UserError(
+                f"training.resume_from={fork.path}: {problem}; name another checkpoint."
+            )
     for name in WHOLE:
         if (fork.run / name).is_dir():
             shutil.copytree(fork.run / name, directory / name)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from semrl_jax.runs.trackers import Tracker
+from semrl_jax.sampling.recorded import StepRecord, columns_of
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
 from semrl_jax.support.rows import read_log, read_rows
 from semrl_jax.support.safe_files import remove, replacing, through_no_link
+from semrl_jax.training.loop import StepResult
 from semrl_jax.types import TOKEN_ARRAYS
 
 # Rows whose last values are the final figures of a run.
@@ -96,6 +98,25 @@ def remove_rollouts(directory: pathlib.Path, first_step: int) -> None:
         name = re.fullmatch(r"(?:step|eval)_(\d+)\.(parquet|writing)", file.name)
         if name and (name[2] == "writing" or int(name[1]) >= first_step):
             remove(file)
+
+
+def record_of(result: StepResult) -> StepRecord:
+    """The record of a step that has a trace."""
+    trace, scalars = result.trace, result.scalars
+    facts = {
+        # JSON has no NaN.
+        "row": {name: x if math.isfinite(x) else None for name, x in scalars.items()},
+        "sampled": list(trace.sampled),
+        "position": [int(number) for number in result.state.position],
+        "num_layers": 0
+        if result.scored.mean_states is None
+        else result.scored.mean_states.shape[1],
+        "before": trace.before,
+        "gradients": trace.gradients,
+        "after": trace.after,
+    }
+    rewards = np.reshape(trace.rewards, -1)
+    return StepRecord(result.step, columns_of(result.scored, trace.arrays, rewards), facts)
 
 
 def write_rollouts(

@@ -22,11 +22,13 @@ from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.records import (
     MetricWriter,
     keep_damaged_log,
+    record_of,
     remove_rollouts,
     write_rollouts,
 )
 from semrl_jax.runs.trackers import open_trackers
 from semrl_jax.runs.workdir import Workdir
+from semrl_jax.sampling.recorded import RECORDS, file_of, write_record
 from semrl_jax.support.chips import peak_flops
 from semrl_jax.support.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.support.cores import usable_cores
@@ -49,6 +51,7 @@ class Run:
     leads: bool  # process 0
     answers: Journal | None = None  # of environments
     _writer: MetricWriter | None = None
+    _told_size: bool = False  # of a record for replays
 
     def begin_rows(self, first_step: int) -> None:
         """Opens the log; removes what an earlier attempt recorded from `first_step` on."""
@@ -58,6 +61,7 @@ class Run:
             keep_damaged_log(path, warn)
             trackers = open_trackers(self.config, path, run_id, warn)
             is_first = not (path / STARTS).exists()
+            remove_rollouts(self.workdir.path / RECORDS, first_step)
             self._writer = MetricWriter(path, first_step, trackers, is_first=is_first)
             append_start(path, self._start(first_step))
 
@@ -87,6 +91,8 @@ class Run:
             if every and (step % every == 0 or step + 1 == num_steps):
                 self._write_rollouts(result, result.scored)
             scalars |= result.scalars | _rates(result)
+            if result.trace is not None:
+                self._write_record(result)
         scalars |= clock.scalars()
         self._writer.write(step, scalars)
         if evaluation is not None:
@@ -145,6 +151,14 @@ class Run:
         directory = self.workdir.path / "rollouts"
         with result.clock("write_rollouts"):
             write_rollouts(directory, result.step, scored, text, benchmarks)
+
+    def _write_record(self, result: StepResult) -> None:
+        with result.clock("write_rollouts"):
+            file = file_of(self.workdir.path, result.step)
+            size = write_record(file, record_of(result))
+        if not self._told_size:
+            self._told_size = True
+            self.reporter.line(f"recorded step {result.step} for replays: {size / 2**20:.2f} MiB")
 
 
 def _rates(result: StepResult) -> dict[str, float]:

@@ -117,11 +117,11 @@ def open_workdir(
         elif fork is not None:
             with _named_errors(path), _removed_unless_done(directory / ".lock", *made):
                 say(f"the run directory {directory} is written from {fork.path}")
-                write_fork(fork, directory, _new_record(fork.settings))
+                write_fork(fork, directory, new_record(fork.settings))
         if resumed := config_file.exists():
             record = _read_record(config_file)
         else:
-            record = _new_record(settings)
+            record = new_record(settings)
             write_json(config_file, record)
         attempt_id = secrets.token_hex(8)
         lock.truncate(0)
@@ -263,7 +263,8 @@ def _fork_for(path: str, directory: pathlib.Path, settings: Any) -> Fork | None:
     return fork
 
 
-def _new_record(settings: Any) -> dict[str, Any]:
+def new_record(settings: Any) -> dict[str, Any]:
+    """`config.json` of a new run with these settings, as JSON has them."""
     return {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Iterator
 
 import jax
@@ -19,6 +20,7 @@ from semrl_jax.sampling.batch_rewards import unshuffled_rewards
 from semrl_jax.sampling.counters import Events, ReplicaFigures
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.in_parts import InParts
+from semrl_jax.sampling.recorded import Recorded
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.selecting import Selecting
 from semrl_jax.sampling.source import Batches, Counted, Now, Rounds, Source
@@ -40,6 +42,9 @@ def open_source(
     Without a measurer, no hidden states are measured while responses arrive. UserError: the source
     cannot play the sampler's episodes.
     """
+    if run := config.rollout.recorded:
+        yield Recorded(pathlib.Path(run)), sampler
+        return
     check_episodes(config, sampler.episodes)
     if prompts.curriculum is not None and num_parts(config.rollout) > 1:
         raise UserError(

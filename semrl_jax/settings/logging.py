@@ -20,6 +20,13 @@ class Logging:
         "steps between two drawings of the report; 0: only at the end",
         at_least=0,
     )
+    replay_every: int = setting(
+        0,
+        "How often a step is recorded for launch.replay: tokens, log-probabilities, verdicts, "
+        "advantages, and checksums of gradients and weights. 0: never. docs/replay.md",
+        "steps",
+        at_least=0,
+    )
     wandb: str = setting(
         "",
         "Weights & Biases project that gets the rows too; empty: none. Needs `pip install wandb`",

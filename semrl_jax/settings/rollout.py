@@ -38,6 +38,12 @@ class Rollout:
         "engine of the trainer's own replica: jax (embedded) or vllm (a child process)",
         choices=ENGINES,
     )
+    recorded: str = setting(
+        "",
+        "Run directory whose recorded responses (logging.replay_every) take the place of sampling. "
+        "launch.replay sets it; empty: sampling",
+        may_change=True,
+    )
     token_file: str = setting(
         "", "token for the addresses; empty: $SEMRL_ROLLOUT_TOKEN", may_change=True
     )

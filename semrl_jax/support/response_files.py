@@ -35,6 +35,7 @@ def _per_token(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind))
 
 
+_RECORD = "only in [records](replay.md#records);"
 TEXT, WHOLE, NUMBER, FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 COLUMNS = {
     "step": Column(WHOLE, "step of the weights that sampled the response; only in a run"),
@@ -118,6 +119,29 @@ COLUMNS = {
         _per_token(pa.float32()),
         "ER of each prefix that ERV and ERA are computed from; only in a run, if it was measured",
     ),
+    "reward": Column(NUMBER, f"{_RECORD} what the update was given for the response"),
+    "weight_spans": Column(
+        _per_token(pa.int32()),
+        f"{_RECORD} three numbers for each part of the response with weights of its own: step of "
+        "the weights, first token, token after the last",
+    ),
+    **{
+        name: Column(_per_token(kind), f"{_RECORD} {meaning}")
+        for name, kind, meaning in (
+            ("old_logprobs", pa.float32(), "log-probability under the policy before the update"),
+            ("ref_logprobs", pa.float32(), "log-probability under the reference, if computed"),
+            ("values", pa.float32(), "value before each token, with a critic"),
+            ("advantages", pa.float32(), "advantage, shaped"),
+            ("returns", pa.float32(), "what the critic learns"),
+            ("trained", FLAG, "whether the update trains on the token"),
+            (
+                "mean_states",
+                pa.float32(),
+                "mean hidden states of the measured layers, one after "
+                "the other, if they were measured",
+            ),
+        )
+    },
     "metrics/<label>": Column(
         NUMBER,
         "a [metric](metrics.md), such as `metrics/effective_rank_velocity`; NaN where not valid, "

@@ -203,12 +203,7 @@ class Learner:
             f"{each.name}/learning_rate": each.learning_rate(state.trained(each.name))
             for each in trainees
         }
-        if credit.response_mask is not None:
-            batch = batch._replace(response_mask=np.asarray(credit.response_mask))
-        given = self.plan.given(passes.arrays())
-        whole = MiniBatch(
-            batch, **given._asdict(), advantages=credit.advantages, returns=credit.returns
-        )
+        whole = self._whole(batch, passes, credit)
         history = []
         seed, step = self.config.seed, int(state.step)
         for number, rows in enumerate(self._minibatches(len(batch.token_ids), size, step)):
@@ -222,8 +217,31 @@ class Learner:
             history.append(scalars)
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
         logprobs = None if self.plan.update_differs else outputs.get(POLICY)
-        means["policy/flops"] = self.flops(batch, passes, {each.name for each in trainees})
+        means["policy/flops"] = self.flops(whole.rows, passes, {each.name for each in trainees})
         return state, means | rates, None if logprobs is None else np.asarray(logprobs)
+
+    def _whole(self, batch: RolloutBatch, passes: ForwardPasses, credit: Credit) -> MiniBatch:
+        """What the losses take of all responses of a step."""
+        if credit.response_mask is not None:
+            batch = batch._replace(response_mask=np.asarray(credit.response_mask))
+        given = self.plan.given(passes.arrays())
+        return MiniBatch(
+            batch, **given._asdict(), advantages=credit.advantages, returns=credit.returns
+        )
+
+    def gradients(
+        self, state: TrainState, batch: RolloutBatch, passes: ForwardPasses, credit: Credit
+    ) -> dict[str, Any]:
+        """`trainee.gradient_sums` of each trainee over all responses as one mini-batch."""
+        whole, step = self._whole(batch, passes, credit), int(state.step)
+        if self.lora is not None and self.lora.dropout:
+            whole = whole._replace(dropout=update_number(self.config.seed, step, 0))
+        with self.peers.phase("update"), self.device_lock:
+            found = {
+                each.name: each.gradient_sums(state.trained(each.name).params, whole, self._rows)
+                for each in self.trainees
+            }
+            return jax.block_until_ready(found)
 
     def flops(self, batch: RolloutBatch, passes: ForwardPasses, updated: Collection[str]) -> float:
         """Floating point operations of a step, of all devices: its passes, and the update.

@@ -19,6 +19,7 @@ from semrl_jax.training.learner import Learner
 from semrl_jax.training.passes import credit_rules
 from semrl_jax.training.probes import Probes, Seen
 from semrl_jax.training.rollout_batch import credited_tokens
+from semrl_jax.training.traces import Trace, traced
 from semrl_jax.training.train_state import TrainState
 
 
@@ -31,6 +32,7 @@ class StepResult(NamedTuple):
     scored: Scored  # trained on; none in the last result, which is an evaluation alone
     scalars: dict[str, float]  # of the sampling, the batch, the shaping and the update
     clock: Clock  # of the step, still running
+    trace: Trace | None = None  # None unless `logging.replay_every` asks for one
 
 
 class Parts(NamedTuple):
@@ -84,9 +86,11 @@ def run_steps(
             # In one transfer.
             credited = {n: float(value) for n, value in jax.device_get(credit.scalars).items()}
         check_stop()  # the last moment at which the state before this step still exists
+        trace = traced(learner, state, batch, passes, credit)
         with clock("update"):
             state, losses, logprobs = learner.update(state, batch, passes, credit)
         state = state.after(credit.memory, position, earlier=offered[1:])
         probed = probes.after(seen.updated(logprobs, credit.response_mask))
         scalars = probed | sampled | batch_scalars(seen.scored, rewards) | credited | losses
-        yield StepResult(step, state, evaluation, seen.scored, scalars, clock)
+        trace = trace and trace.completed(state, rewards, logprobs, list(sampled))
+        yield StepResult(step, state, evaluation, seen.scored, scalars, clock, trace)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from semrl_jax.models import Base, Params, replicated
 from semrl_jax.support.programs import compiled_once, parts_of, side_by_side, total
+from semrl_jax.training.checksums import array_sums
 from semrl_jax.training.micro_batches import Sums, summed_gradients
 from semrl_jax.training.optimizer import Optimizer, num_optimizer_updates
 from semrl_jax.training.packing import RowPlan, to_batch
@@ -139,6 +140,12 @@ class Trainee:
             tokens = to_batch(outputs, slots, sharding=replicated(plan.mesh))
         return Trained(params, opt_state), scalars | inputs.layout, tokens
 
+    def gradient_sums(self, params: Params, batch: Any, plan: RowPlan) -> Any:
+        """`array_sums` of the gradient that `update` would take its step with."""
+        inputs = self.loss.inputs(batch, plan)
+        arguments = params, inputs.arrays, np.int32(inputs.num_micro), self.frozen
+        return gradient_sums(*arguments, loss=self.loss)
+
 
 class NonFiniteUpdates(RuntimeError):
     """Too many updates in a row were not finite, the last one of `models` on `minibatch`."""
@@ -201,6 +208,13 @@ def _gradients(params, inputs, num_micro, frozen, part=None, *, loss) -> tuple[S
     return summed_gradients(
         params, lambda params, micro: loss(params, frozen, micro), inputs, num_micro, part
     )
+
+
+@functools.partial(jax.jit, static_argnames="loss")
+def gradient_sums(params, inputs, num_micro, frozen, *, loss) -> Any:
+    """`array_sums` of the gradient over the first `num_micro` micro-batches."""
+    sums, _ = _gradients(params, inputs, num_micro, frozen, loss=loss)
+    return array_sums(sums.gradient)
 
 
 row_gradients = compiled_once(jax.jit(_gradients, static_argnames="loss"))

@@ -141,6 +141,12 @@ THOROUGH = [
         "--summarize"
     ),
     Case("env --run={home}/run"),
+    Case(
+        "replay {home}/run --from=0 --to=1 --output={home}/replay.html --weights={home}/run "
+        "--set=seed=1", code=1,
+    ),
+    Case("replay {home}/run --from=0 --bisect --good=HEAD --bad=HEAD", code=2),
+    Case("replay {home}/run --from=0 --recorded --code={home}", code=2),
     Case("report {home}/run {home}/adapters --output={home}/two.html --csv={home}/two.csv"),
     Case("report {home}/run --serve --port=0", until="http://"),
     Case(

@@ -21,6 +21,8 @@ ELSEWHERE = re.compile(
     r"launch\.(train(?!.*(--explain|--dry_run))|sft|sweep|local|rollout|plan|prepare_\w+) |--serve|"
     # models, data and runs that take a download, minutes or an accelerator
     r"Qwen/|vllm|smollm2|gemma3|0_5b|runs/calculator|runs/grpo_|_lora|adapter|environment:|"
+    # re-runs that end with exit code 1, for a difference
+    r"launch\.replay.*--(?!bisect |from=0 )|"
     # what stands for something of the reader's
     r"\.\.\.|POLICY|--input=states "
 )
@@ -84,5 +86,5 @@ def test_commands_of_the_pages_run(home):
     assert not problems, "\n\n".join(problems)
     assert {line.split()[2].removeprefix("launch.") for line in ran} == {
         "analyze", "chat", "convert", "env", "evaluate", "generate", "problems", "random_model",
-        "report", "score", "train", "view",
+        "replay", "report", "score", "train", "view",
     }  # fmt: skip

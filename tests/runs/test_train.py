@@ -27,6 +27,11 @@ from tests.fixtures import read_rows, scores_by_length, stable
 from tests.oracles import algorithms as oracle
 from tests.tiny import tiny_config
 
+# Columns of records for replays alone.
+OF_RECORDS = (
+    "reward", "weight_spans", "old_logprobs", "ref_logprobs", "values", "advantages", "returns",
+    "trained", "mean_states",
+)  # fmt: skip
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
 
 
@@ -121,6 +126,7 @@ def test_the_page_on_run_directories_names_every_file_and_column(warm_run):
     of_commands = {"question", "problem_type", "row", "rollout_raw_logprobs"}
     of_settings = {"score/<name>", "response_mask", "conversations"}
     of_settings |= {name for name in types if name.startswith("turn_")}
+    of_settings |= set(OF_RECORDS)
     assert types.keys() - seen == of_commands | of_settings
 
 
