@@ -5,12 +5,12 @@
     python -m launch.mismatch --policy=models/smollm2 --samples=generated --output=mismatch.html
 
 The policy is a run directory, one of its checkpoints, or a Hugging Face directory. --samples is a
-file of responses: of a run's rollouts/, or a directory of launch.generate, with its log-probabilities
+file of responses: of a run's rollouts/, or a directory of launch.generate with log-probabilities
 and hidden states. With --samples alone, these recorded numbers are compared. Otherwise an engine
-samples anew, from the same prompts or those of the run: jax or vllm start one, host:port is a
-replica that runs, and keeps the weights of the run if it serves them. Writes a page with a map of layers and tokens, and a .json file
-beside it. docs/mismatch.md has the causes. Exit codes: 0 rounding explains the difference, 1 it does
-not, 2 wrong setting or file (one line names it).
+samples anew, from the same prompts, or prompts of the run: jax or vllm start one, host:port is a
+replica that runs, and keeps the weights of the run if it serves them. Writes a page with a map of
+layers and tokens, and a .json file of the same name. docs/mismatch.md has the causes. Exit codes: 0
+rounding explains the difference, 1 it does not, 2 wrong setting or file (one line names it).
 """
 
 import pathlib

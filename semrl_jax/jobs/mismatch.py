@@ -62,7 +62,7 @@ def compare(
     *,
     quiet: bool = False,
 ) -> int:
-    """Compares, prints a sentence per engine, and writes the page and a record beside it.
+    """Compares, prints a sentence per engine, and writes the page and a record.
 
     Returns 0, or 1 if a difference is not explained by rounding; UserError for a wrong input.
     """
@@ -388,7 +388,14 @@ def engine_map(
     names = [f"input of layer {layer}" if layer < count else "final" for layer in diagnosis.states]
     parts = [segment.name(count) for segment in segments]
     return EngineMap(
-        name, diagnosis.sentence, diagnosis.is_healthy, names, parts, diagnosis.ratios, responses
+        name,
+        diagnosis.sentence,
+        diagnosis.is_healthy,
+        names,
+        parts,
+        diagnosis.ratios,
+        diagnosis.limit,
+        responses,
     )
 
 

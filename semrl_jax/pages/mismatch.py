@@ -23,7 +23,7 @@ class ResponseMap(NamedTuple):
     tokens: Sequence[str]
     num_prompt: int
     states: Float[np.ndarray, "L N"]  # relative difference from the trainer's pass
-    local: Float[np.ndarray, "S N"]  # what each part of the pass adds, beside its rounding
+    local: Float[np.ndarray, "S N"]  # what each part of the pass adds, divided by its rounding
     logprobs: Float[np.ndarray, " N"]  # engine - trainer, nats
 
 
@@ -35,7 +35,8 @@ class EngineMap(NamedTuple):
     is_healthy: bool
     layers: Sequence[str]  # names of the rows of `states`
     parts: Sequence[str]  # names of the rows of `local`
-    ratios: Sequence[float]  # the difference of each part beside its rounding
+    ratios: Sequence[float]  # the difference of each part, divided by its rounding
+    limit: float  # of the ratios that rounding explains
     responses: Sequence[ResponseMap]
 
 

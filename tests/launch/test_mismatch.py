@@ -16,7 +16,7 @@ TENSOR = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A random model, a second one with a tensor of another size, and what the first one sampled."""
+    """A random model, one with another tensor, and what the first one sampled."""
     home = tmp_path_factory.mktemp("mismatch")
     for name in ("model", "other"):
         save_model(home / name, num_layers=2)

@@ -155,7 +155,7 @@ def computation_of(
     dtype: str = "float32",
 ) -> Computation:
     """What the trainer computes; `params` are stacked by layer, and adapters are merged."""
-    declared = config.declared
+    declared, params = config.declared, jax.tree.map(jnp.asarray, params)
     num_rows, num_tokens = ids.shape
     positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.float32), ids.shape)
     layers = []
@@ -204,18 +204,15 @@ def layer_params(config: DecoderConfig, params: Params, index: int) -> Params:
         place = config.place(module, index)
         if place is None or (module in (*DENSE_MODULES, *EXPERT_MODULES) and not leaves):
             continue
-        found[module] = {
-            leaf: jnp.asarray(
-                merged(jax.tree.map(lambda x: x[place], _stored(params, module, leaf)))
-            )
-            for leaf in leaves
-            if leaf not in (A, B)
-        }
+        whole = {name: stored(params, ("layers", module, name)) for name in leaves}
+        own = {name: _at(leaf, place) for name, leaf in whole.items() if name not in (A, B)}
+        found[module] = {name: merged(leaf) for name, leaf in own.items()}
     return found
 
 
-def _stored(params: Params, module: str, leaf: str) -> Any:
-    return stored(params, ("layers", module, leaf))
+def _at(leaf: Any, place: int) -> Any:
+    """The part of one layer of a stacked tensor, which may have an adapter."""
+    return jax.tree.map(lambda x: jnp.asarray(x[place]), leaf)
 
 
 def output_matrix(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
@@ -267,7 +264,7 @@ def _apply(how: How, layer: Layer, x: Float[Array, "B N D"]) -> Float[Array, "B 
 def _linear(how, params, name, x):
     leaves = params[name]
     y = x @ leaves["kernel"].astype(how.dtype)
-    return y + leaves["bias"].astype(how.dtype) if "bias" in leaves else y
+    return y + leaves["bias"].astype(how.dtype)[None, None] if "bias" in leaves else y
 
 
 def _heads(how, layer, params, x):

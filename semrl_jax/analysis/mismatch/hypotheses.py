@@ -55,7 +55,7 @@ class Hypothesis(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the trainer has beside its weights."""
+    """What the trainer has, and knows."""
 
     config: DecoderConfig
     params: Params
@@ -127,7 +127,7 @@ CAUSES = {
         "check where the engine begins to count positions, and what padding counts",
     ),
     "window": (
-        "{layers} attend in {what} of {value} tokens",
+        "attention in {layers} is in {what} of {value} tokens",
         "compare sliding_window and layer_types in the engine's config.json with the trainer's",
     ),
     "mask": ("in {layers}, {what}{value}", "check the engine's attention mask and its cache"),
@@ -155,7 +155,10 @@ CAUSES = {
         "the activation in {layers} is {what}",
         "compare hidden_act in the engine's config.json with the trainer's",
     ),
-    "layer_order": ("{layers} {what}{value}", "check the order in which the engine has its layers"),
+    "layer_order": (
+        "{layers}: {what}{value}",
+        "check the order in which the engine has its layers",
+    ),
     "cache_dtype": (
         "keys and values in {layers} are kept in {what}",
         "let the engine keep its cache in its compute dtype",
@@ -183,7 +186,7 @@ CAUSES = {
         "set the engine's dtype, or expect the mismatch of this one",
     ),
     "unknown": (
-        "{layers} compute something else; no hypothesis explains it{value}",
+        "{layers}: another computation, which no hypothesis explains{value}",
         "compare the code of these layers, and send the weights anew",
     ),
 }
@@ -406,8 +409,8 @@ def _of_pass(known: Known) -> Iterator[Hypothesis]:
         )
     for name in ACTIVATION_NAMES:
         yield _layerwise("activation", name, _how(activation=name))
-    yield _layerwise("layer_order", "are applied twice", _how(times=2))
-    yield _layerwise("layer_order", "are skipped", _how(times=0))
+    yield _layerwise("layer_order", "applied twice", _how(times=2))
+    yield _layerwise("layer_order", "skipped", _how(times=0))
     for other in range(config.num_layers):
 
         def instead(layer, index, _value, other=other):
@@ -416,7 +419,7 @@ def _of_pass(known: Known) -> Iterator[Hypothesis]:
             return layer._replace(params=layer_params(config, known.params, other))
 
         yield _layerwise(
-            "layer_order", "have the tensors of layer ", instead, grid=(float(other),),
+            "layer_order", "with the tensors of layer ", instead, grid=(float(other),),
             neutral=-1.0, cost=1,
         )  # fmt: skip
 
@@ -587,7 +590,9 @@ def _of_embedding(known: Known) -> Iterator[Hypothesis]:
     for dtype in ROUNDINGS:
         yield _whole(
             "embedding", f"is rounded to {dtype}",
-            lambda x, _, dtype=dtype: x._replace(embedding=rounded(jnp.asarray(x.embedding), dtype)),
+            lambda x, _, dtype=dtype: x._replace(
+                embedding=rounded(jnp.asarray(x.embedding), dtype)
+            ),
             cost=1,
         )  # fmt: skip
     if "head" in known.params:

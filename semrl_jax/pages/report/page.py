@@ -107,7 +107,7 @@ def _texts(value: Any) -> dict[str, str]:
 
 
 def _links(panel: Panel, runs: Sequence[RunLog]) -> dict[str, str]:
-    """Pages about a panel beside the report of a run, by what the link says."""
+    """Pages of a run about a panel, by what the link says."""
     if not panel.page or len(runs) > 1 or not (runs[0].path / panel.page).is_file():
         return {}
     return {f"{panel.page}: layers, tokens and the cause": panel.page}
