@@ -1,8 +1,10 @@
 """launch.mismatch: the page, the cause in one sentence, and mistakes in one line."""
 
 import json
+import shutil
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -28,9 +30,20 @@ def home(tmp_path_factory):
     )
     succeed(
         "launch.generate", f"--policy={home / 'model'}", f"--prompts={home / 'q.jsonl'}",
-        f"--output={home / 'sampled'}", "--max_response_tokens=24", "--logprobs",
+        f"--output={home / 'sampled'}", "--max_prompt_tokens=16", "--max_response_tokens=24", "--logprobs",
         "--hidden_states=0,1,-1", "--states=decode,prefill", "--states_dtype=float32",
     )  # fmt: skip
+    save_model(home / "small", num_layers=2, hidden_size=8)
+    shutil.copytree(home / "sampled", home / "torn")
+    (shard,) = (home / "torn").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:200])
+    shutil.copytree(home / "sampled", home / "foreign")
+    file = home / "foreign" / "responses.parquet"
+    table = pq.read_table(file)
+    place = table.column_names.index("response_ids")
+    ids = [[9999] * len(row) for row in table["response_ids"].to_pylist()]
+    field = table.schema.field(place)
+    pq.write_table(table.set_column(place, field, pa.array(ids, field.type)), file)
     return home
 
 
@@ -76,22 +89,6 @@ def test_an_engine_samples_from_random_prompts(home):
     ],
 )
 def test_mistakes_are_one_line(home, flags, reason):
-    import shutil
-
-    import pyarrow.parquet as pq
-
-    if not (home / "small").exists():
-        save_model(home / "small", num_layers=2, hidden_size=8)
-        shutil.copytree(home / "sampled", home / "torn")
-        (shard,) = (home / "torn").glob("*.safetensors")
-        shard.write_bytes(shard.read_bytes()[:200])
-        (home / "foreign").mkdir()
-        table = pq.read_table(home / "sampled" / "responses.parquet")
-        place = table.column_names.index("response_ids")
-        ids = [[9999] * len(row) for row in table["response_ids"].to_pylist()]
-        kind = table.schema.field(place)
-        table = table.set_column(place, kind, [np.array(ids, dtype=object).tolist()])
-        pq.write_table(table, home / "foreign" / "responses.parquet")
     given = [flag.replace("{home}", str(home)) for flag in flags]
     done = run("launch.mismatch", *given, f"--output={home / 'no.html'}")
     assert_one_line(done, reason)
