@@ -30,8 +30,8 @@ def home(tmp_path_factory):
     )
     succeed(
         "launch.generate", f"--policy={home / 'model'}", f"--prompts={home / 'q.jsonl'}",
-        f"--output={home / 'sampled'}", "--max_prompt_tokens=16", "--max_response_tokens=24", "--logprobs",
-        "--hidden_states=0,1,-1", "--states=decode,prefill", "--states_dtype=float32",
+        f"--output={home / 'sampled'}", "--max_prompt_tokens=16", "--max_response_tokens=24",
+        "--logprobs", "--hidden_states=0,1,-1", "--states=decode,prefill", "--states_dtype=float32",
     )  # fmt: skip
     save_model(home / "small", num_layers=2, hidden_size=8)
     shutil.copytree(home / "sampled", home / "torn")
