@@ -8,6 +8,7 @@ change, the search fits it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -27,7 +28,8 @@ from semrl_jax.analysis.mismatch.computation import (
     seen_within,
     window_of,
 )
-from semrl_jax.models.decoder_config import DecoderConfig
+from semrl_jax.models.decoder import NO_WINDOW, rotary_frequencies
+from semrl_jax.models.decoder_config import DecoderConfig, RopeScaling
 
 Params = models.Params
 ROUNDINGS = (
@@ -61,7 +63,8 @@ class Known(NamedTuple):
     params: Params
     earlier: Mapping[str, Params]  # earlier versions of the parameters, by what they are called
     num_prompt: Int[np.ndarray, " B"]
-    past: Mapping[str, Mapping[int, np.ndarray]]  # states of the earlier versions, by layer
+    own: Mapping[int, np.ndarray]  # states of the trainer's pass, by layer
+    past: Mapping[str, Mapping[int, np.ndarray]]  # the same of the earlier versions
 
 
 # The causes, and what helps against each. `{what}`, `{value}` and `{layers}` are filled in.
@@ -136,8 +139,8 @@ CAUSES = {
         "compare head_dim and query_pre_attn_scalar in the engine's config.json",
     ),
     "heads": (
-        "query heads in {layers} use {what}",
-        "check how the engine repeats key and value heads",
+        "heads in {layers} use {what}",
+        "check how the engine orders heads, and repeats key and value heads",
     ),
     "norm_epsilon": (
         "the epsilon of {what} in {layers} is {value}",
@@ -201,6 +204,7 @@ def hypotheses(known: Known, first: int, last: int) -> Iterator[Hypothesis]:
         yield from _of_pass(known)
         yield from _of_tensors(known, max(first, 0))
         yield from _of_versions(known)
+        yield from _of_other_responses(known)
     if first < 0:
         yield from _of_embedding(known)
     if last >= config.num_layers:
@@ -264,6 +268,22 @@ def _of_positions(known: Known) -> Iterator[Hypothesis]:
         yield _layerwise(
             "rope_scaling", "not scaled",
             lambda layer, *_: base(layer, 0, config.rope_theta),
+        )  # fmt: skip
+
+    known_scaling = config.rope_scaling or RopeScaling("llama3", 1.0)
+    if known_scaling.rope_type == "llama3":
+
+        def factor(layer, index, value):
+            own = dataclasses.replace(
+                config, rope_scaling=dataclasses.replace(known_scaling, factor=value)
+            )
+            window = jnp.int32(NO_WINDOW if window_of(config, index) is None else 0)
+            return layer._replace(frequencies=rotary_frequencies(own, window))
+
+        yield _layerwise(
+            "rope_scaling", "scaled as Llama 3's, by the factor ", factor,
+            grid=(2.0, 4.0, 8.0, 16.0, 32.0), logarithmic=True, neutral=known_scaling.factor,
+            cost=1,
         )  # fmt: skip
 
     def partly(layer, _index, value):
@@ -375,10 +395,49 @@ def _of_attention(known: Known) -> Iterator[Hypothesis]:
         return layer._replace(score_scale=layer.score_scale * value)
 
     yield _layerwise("score_scale", "", score, grid=(0.25, 0.5, 0.9, 1.1, 2.0, 4.0), cost=1)
+    yield from _of_heads(known)
     if config.num_heads > config.num_kv_heads > 1:
         yield _layerwise("heads", "the key heads in turn", _how(tiles_heads=True))
     for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"):
         yield _layerwise("cache_dtype", dtype, _how(rounds_cache=dtype))
+
+
+def _of_heads(known: Known) -> Iterator[Hypothesis]:
+    """Heads that are left out, or whose order is another one."""
+    width = known.config.head_dim
+    for name, axis in (("query", -1), ("key", -1), ("value", -1), ("output", 0)):
+        is_of_queries = name in ("query", "output")
+        count = known.config.num_heads if is_of_queries else known.config.num_kv_heads
+
+        def blocks(layer, change, name=name, axis=axis, count=count):
+            changed = {}
+            for leaf, x in layer.params[name].items():
+                place = axis if x.ndim > 1 else 0
+                if x.ndim == 1 and name == "output":
+                    continue
+                moved = jnp.moveaxis(x, place, 0).reshape(count, width, -1)
+                moved = change(moved).reshape(jnp.moveaxis(x, place, 0).shape)
+                changed[f"{name}/{leaf}"] = jnp.moveaxis(moved, 0, place)
+            return layer.with_tensors(changed)
+
+        tensors = (f"{name}/kernel",)
+        for head in range(count) if name in ("value", "output") else ():
+
+            def without(layer, _index, _value, head=head, blocks=blocks):
+                return blocks(layer, lambda x: x.at[head].set(0.0))
+
+            yield _layerwise(
+                "tensor_missing", f"head {head} of {name} kernel", without, cost=2, tensors=tensors
+            )
+        for shift in (1, -1) if count > 1 else ():
+
+            def turned(layer, _index, _value, shift=shift, blocks=blocks):
+                return blocks(layer, lambda x: jnp.roll(x, shift, axis=0))
+
+            yield _layerwise(
+                "heads", f"the {name} kernel of the head {'before' if shift > 0 else 'after'}",
+                turned, cost=2, tensors=tensors,
+            )  # fmt: skip
 
 
 def _of_pass(known: Known) -> Iterator[Hypothesis]:
@@ -455,6 +514,13 @@ def _of_tensors(known: Known, layer: int) -> Iterator[Hypothesis]:
             "tensor_scaled", what, replaced(name, lambda x, value: x * value),
             grid=(0.0, 0.5, 2.0, -1.0), cost=2, tensors=(name,),
         )  # fmt: skip
+        if name.endswith("/scale"):
+            one = 0.0 if config.declared.offset_norms else 1.0
+            yield _layerwise(
+                "norm_missing", f"the weight of {name.removesuffix('/scale')}",
+                replaced(name, lambda x, _, one=one: jnp.full_like(x, one)), cost=2,
+                tensors=(name,),
+            )  # fmt: skip
         if tensor.ndim == 2:
             for dtype in ROUNDINGS:
                 yield _layerwise(
@@ -543,6 +609,20 @@ def _of_versions(known: Known) -> Iterator[Hypothesis]:
             yield _layerwise(
                 "stale_cache", f"{place}|{label}", cached, cost=1 + (place != "prompt") + old
             )
+
+
+def _of_other_responses(known: Known) -> Iterator[Hypothesis]:
+    """A cache that belongs to another response."""
+    for shift in (1, -1):
+
+        def cached(layer, index, _value, shift=shift):
+            return layer._replace(
+                before=layer.params,
+                before_x=jnp.roll(jnp.asarray(known.own[index]), shift, axis=0),
+                event=jnp.asarray(known.num_prompt),
+            )
+
+        yield _layerwise("stale_cache", "prompt|another response", cached, cost=2)
 
 
 def layer_names(config: DecoderConfig, params: Params) -> list[str]:

@@ -226,7 +226,7 @@ class _Search:
             name: _all_states(computation_of(config, each, *inputs))
             for name, each in earlier.items()
         }
-        self.known = Known(config, params, earlier, observation.num_prompt, past)
+        self.known = Known(config, params, earlier, observation.num_prompt, self.reference, past)
 
     def quantize(self) -> None:
         """Takes kernels that are rounded as the engine's for healthy.
