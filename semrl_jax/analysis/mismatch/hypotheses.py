@@ -32,6 +32,7 @@ from semrl_jax.models.decoder import NO_WINDOW, rotary_frequencies
 from semrl_jax.models.decoder_config import DecoderConfig, RopeScaling
 
 Params = models.Params
+MOST_WINDOWS = 160  # sizes that are all tried; above, powers of two and those near the model's own
 ROUNDINGS = (
     "float8", "float8/channel", "int8", "int8/channel", "bfloat16", "float16",
 )  # fmt: skip
@@ -227,16 +228,22 @@ def each(change: Callable[[Layer, int, float], Layer | None]):
     return edit
 
 
-def _layerwise(kind, what, change, final=None, **options) -> Hypothesis:
-    """A change of layers, and with the last one of the final norm: `final(computation, value)`."""
+def _layerwise(kind, what, change, **options) -> Hypothesis:
+    return Hypothesis(kind, what, each(change), True, **options)
+
+
+def _with_final(kind, what, change, final, **options) -> Iterator[Hypothesis]:
+    """A change of layers; and the same, with `final(computation, value)` of the final norm."""
+    yield _layerwise(kind, what, change, **options)
     of_layers = each(change)
 
     def edit(computation, layers, value):
+        if len(computation.layers) - 1 not in layers:
+            return None
         found = of_layers(computation, layers, value)
-        is_last = len(computation.layers) - 1 in layers
-        return final(found, value) if found is not None and final and is_last else found
+        return None if found is None else final(found, value)
 
-    return Hypothesis(kind, what, edit, True, **options)
+    yield Hypothesis(kind, what, edit, True, **options)
 
 
 def _how(**changes):
@@ -281,7 +288,7 @@ def _of_positions(known: Known) -> Iterator[Hypothesis]:
             return layer._replace(frequencies=rotary_frequencies(own, window))
 
         yield _layerwise(
-            "rope_scaling", "scaled as Llama 3's, by the factor ", factor,
+            "rope_scaling", "scaled as Llama 3's, by a factor of ", factor,
             grid=(2.0, 4.0, 8.0, 16.0, 32.0), logarithmic=True, neutral=known_scaling.factor,
             cost=1,
         )  # fmt: skip
@@ -338,10 +345,10 @@ def _of_attention(known: Known) -> Iterator[Hypothesis]:
         seen = jnp.broadcast_to(seen_within(count, round(value)), layer.seen.shape)
         return layer._replace(seen=seen)
 
-    own = config.sliding_window
-    sizes = {*(2**k for k in range(1, 14))}
-    sizes |= {own - 1, own + 1, own - 2, own + 2, own // 2, 2 * own} if own else set()
-    for size in sorted(size for size in sizes if size > 0):
+    own, count = config.sliding_window, known.own[0].shape[1]
+    sizes = {*range(1, min(count, MOST_WINDOWS)), *(2**k for k in range(14))}
+    sizes |= {own - 1, own + 1, own // 2, 2 * own} if own else set()
+    for size in sorted(size for size in sizes if 0 < size < count and size != own):
         yield _layerwise("window", "a window", window, grid=(float(size),), neutral=-1.0, cost=1)
     if own:
         yield _layerwise("window", "a window", window, grid=(2.0**20,), neutral=-1.0)
@@ -421,7 +428,7 @@ def _of_heads(known: Known) -> Iterator[Hypothesis]:
             return layer.with_tensors(changed)
 
         tensors = (f"{name}/kernel",)
-        for head in range(count) if name in ("value", "output") else ():
+        for head in range(count):
 
             def without(layer, _index, _value, head=head, blocks=blocks):
                 return blocks(layer, lambda x: x.at[head].set(0.0))
@@ -448,15 +455,15 @@ def _of_pass(known: Known) -> Iterator[Hypothesis]:
         return layer._replace(epsilon=value)
 
     options = {"grid": grid, "logarithmic": True, "neutral": config.rms_norm_eps}
-    yield _layerwise(
+    yield from _with_final(
         "norm_epsilon", "the norms", epsilon, lambda x, value: x._replace(final_epsilon=value),
         **options,
     )  # fmt: skip
-    yield _layerwise(
+    yield from _with_final(
         "norm_offset", "1 + weight", _how(offset_norms=True),
         lambda x, _: x._replace(final_offset=True),
     )  # fmt: skip
-    yield _layerwise(
+    yield from _with_final(
         "norm_offset", "the weight alone", _how(offset_norms=False),
         lambda x, _: x._replace(final_offset=False),
     )  # fmt: skip
@@ -588,7 +595,7 @@ def _of_versions(known: Known) -> Iterator[Hypothesis]:
             scale = before + value * (known.params["final_norm"]["scale"] - before)
             return computation._replace(final_scale=scale)
 
-        yield _layerwise(kind, f"every tensor|{label}", mixed(()), mixed_norm, **options)
+        yield from _with_final(kind, f"every tensor|{label}", mixed(()), mixed_norm, **options)
         for name in tensors:
             yield _layerwise(
                 kind, f"{name.replace('/', ' ')}|{label}", mixed((name,)), cost=1,

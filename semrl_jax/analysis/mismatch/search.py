@@ -34,7 +34,8 @@ LIMITS = {"float32": 5.0, "bfloat16": 2.0, "float16": 2.0}
 LEAST = {"state": 2e-7, "logprob": 1e-6}  # of a float32 sum in another order: relative, nats
 STEPS = 5  # of the fit of a number
 MOST_FREE = 2**22  # entries of a tensor that is fitted
-NUM_DIRECTIONS = 100  # of conjugate gradients in a step of such a fit
+FREE_STEPS = 8  # of such a fit
+NUM_DIRECTIONS = 100  # of conjugate gradients in a step
 
 
 class Segment(NamedTuple):
@@ -365,13 +366,20 @@ class _Search:
             else:
                 best, equal = self._searched(segment, x, whole, noise)
             left = np.inf if best is None else best.left
+            if left > noise and (several := self._several(segment, x, noise)) is not None:
+                best, equal, left = several, [], several.left
             if left > noise and left > 0.1 * whole:
                 finding = self._freed(segment, x, whole, rounding)
                 share = _share(left, whole, rounding)
                 if finding is None and share < 0.75:
                     finding = self._by_elimination(segment)
                 if finding is not None and (share < 0.75 or finding.explained > share):
-                    groups[("alone", segment)], alone[("alone", segment)] = [], finding
+                    key = ("unknown",) if finding.kind == "unknown" else ("alone", segment)
+                    layers = alone[key].layers if key in alone else ()
+                    groups[key], alone[key] = (
+                        [],
+                        dataclasses.replace(finding, layers=(*layers, *finding.layers)),
+                    )
                     continue
             else:
                 used.append(best)
@@ -426,6 +434,38 @@ class _Search:
         ]  # fmt: skip
         return best, equal if best.left < 0.3 * whole else []
 
+    def _several(self, segment: Segment, x, noise: float) -> _Trial | None:
+        """Several tensors of one layer from one earlier version, if they explain the segment."""
+        layers = self._decoder_layers(segment)
+        single = [
+            hypothesis
+            for hypothesis in hypotheses(self.known, segment.first, segment.last)
+            if hypothesis.kind in ("stale", "adapter") and len(hypothesis.tensors) == 1
+            and hypothesis.of_layers and self._is_possible(hypothesis, layers)
+        ]  # fmt: skip
+        for label in dict.fromkeys(each.what.partition("|")[2] for each in single):
+            rest = [each for each in single if each.what.partition("|")[2] == label]
+            chosen: list[Hypothesis] = []
+            left = self.left(self.own, segment, x)
+            while rest and left > noise:
+                tried = []
+                for each in rest:
+                    edit = _together([*chosen, each])
+                    computation = edit(self.own, layers, 0.0)
+                    found = np.inf if computation is None else self.left(computation, segment, x)
+                    tried.append((found, rest.index(each)))
+                least, place = min(tried)
+                if not least < left:
+                    break
+                left = least
+                chosen.append(rest.pop(place))
+            if chosen and left <= noise:
+                names = sorted(each.what.partition("|")[0] for each in chosen)
+                what = f"each of {', '.join(names)}|{label}"
+                joined = chosen[0]._replace(what=what, edit=_together(chosen))
+                return _Trial(joined, layers, 0.0, left)
+        return None
+
     def _is_possible(self, hypothesis: Hypothesis, layers: Sequence[int]) -> bool:
         """Whether the checksums of the engine's tensors allow it."""
         if self.differing is None or not hypothesis.tensors:
@@ -460,7 +500,7 @@ class _Search:
 
         def vector(point):
             number = float(np.exp(point)) if hypothesis.logarithmic else point
-            computation = hypothesis.edit(self.own, layers, number)
+            computation = hypothesis.edit(self.own, layers, number) or self.own
             found = np.asarray(self.computed(computation, segment, x), np.float64)
             found = found - self.given(segment)
             if norms is not None:
@@ -484,7 +524,7 @@ class _Search:
         number = float(np.exp(point)) if hypothesis.logarithmic else point
 
         def left(number):
-            return self.left(hypothesis.edit(self.own, layers, number), segment, x)
+            return self.left(hypothesis.edit(self.own, layers, number) or self.own, segment, x)
 
         best, value = min((best, value), (left(number), number))
         for digits in (1, 2, 3, 4):
@@ -587,13 +627,15 @@ class _Search:
         if segment.last == self.config.num_layers:
             final = self.exact.final_scale, self.exact.final_epsilon
         tensor, inputs = layer.tensors()[name], (jnp.asarray(x), target, weight)
-        for _ in range(3):
+        for _ in range(FREE_STEPS):
             moved, before, after = _tensor_step(
                 layer.how, name, layer._replace(how=None), tensor, *inputs, final
             )
             if not after < before:
                 break
             tensor = moved
+            if after > 0.9 * before:
+                break
         return tensor
 
 
@@ -613,7 +655,21 @@ def _tensor_step(how, name, layer, tensor, x, target, weight, final):
     step, _ = jax.scipy.sparse.linalg.cg(
         lambda step: backward(forward(step))[0], -gradient, maxiter=NUM_DIRECTIONS
     )
-    return tensor + step, jnp.sum(here**2), jnp.sum(error(tensor + step) ** 2)
+    steps = jnp.stack([tensor + share * step for share in (1.0, 0.5, 0.2, 0.05)])
+    left = jax.lax.map(lambda moved: jnp.sum(error(moved) ** 2), steps)
+    best = jnp.argmin(left)
+    return steps[best], jnp.sum(here**2), left[best]
+
+
+def _together(chosen: Sequence[Hypothesis]):
+    """The edit of several hypotheses, one after the other."""
+
+    def edit(computation, layers, value):
+        for each in chosen:
+            computation = each.edit(computation, layers, value) or computation
+        return computation
+
+    return edit
 
 
 def _share(left: float, whole: float, rounding: float) -> float:
