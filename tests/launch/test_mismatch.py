@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tests.fixtures import save_model
 from tests.launch.conftest import run, succeed
 from tests.launch.test_bad_input import assert_one_line
+from tests.rollout.engines.vllm_replica import PYTHON
 
 pytestmark = pytest.mark.slow
 TENSOR = "model.layers.1.mlp.down_proj.weight"
@@ -93,3 +94,21 @@ def test_mistakes_are_one_line(home, flags, reason):
     done = run("launch.mismatch", *given, f"--output={home / 'no.html'}")
     assert_one_line(done, reason)
     assert not (home / "no.html").exists()
+
+
+@pytest.mark.soak
+def test_vllm_gives_the_states_of_all_layers(tmp_path):
+    model = tmp_path / "model"
+    save_model(
+        model, num_layers=3, hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1,
+        head_dim=32,
+    )  # fmt: skip
+    page = tmp_path / "vllm.html"
+    done = succeed(
+        "launch.mismatch", f"--policy={model}", "--engine=vllm", "--num_responses=4",
+        "--max_tokens=16", f"--config.rollout.vllm_python={PYTHON}", f"--output={page}",
+        timeout=300,
+    )  # fmt: skip
+    assert "vllm: Rounding in float32" in done.stdout
+    (engine,) = json.loads(page.with_suffix(".json").read_text())["engines"]
+    assert list(engine["ratios"]) == ["0", "1", "2", "3", "4"]
