@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -105,10 +106,12 @@ def compare(
             name, config, policy, tokenizer, params, source, run, prompts, options, reporter
         )
         found.append((name, observation))
+    # What engines get; that these weights are rounded is meant.
+    given = jax.tree.map(lambda x: x.astype(weight_dtype(config)).astype("float32"), params)
     maps, records, all_healthy = [], [], True
     for name, observation in found:
         diagnosis = diagnose(
-            policy.config, params, observation, dtype=dtype, earlier=earlier,
+            policy.config, given, observation, dtype=dtype, earlier=earlier,
             temperature=temperature, quantized=bool(config.rollout.vllm_quantization),
         )  # fmt: skip
         all_healthy &= diagnosis.is_healthy

@@ -107,7 +107,7 @@ def test_healthy_engines_are_not_blamed():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stale cache", "tied head", "window", "adapter"])
 def test_a_fault_of_an_engine_is_found(kind):
-    """Of those that no test above has, one by one; `test_fifty_faults` has all kinds."""
+    """The kinds that no test above has; `test_fifty_faults` has all."""
     (case,) = (case for case in faults.cases(1) if case.name.startswith(kind))
     diagnosis = faults.diagnosed(case.pair(), 1)
     assert faults.is_right(case, diagnosis), (case, diagnosis.sentence)

@@ -507,14 +507,22 @@ def _of_tensors(known: Known, layer: int) -> Iterator[Hypothesis]:
             own = {
                 name: rounded(x, dtype)
                 for name, x in layer.tensors().items()
-                if name.endswith("kernel") and not name.startswith("router")
+                if "8" not in dtype or (name.endswith("kernel") and not name.startswith("router"))
             }
             return layer.with_tensors(own)
 
         return of
 
     for dtype in ROUNDINGS:
-        yield _layerwise("rounded_weights", f"every kernel, to {dtype},", all_rounded(dtype))
+        if "8" in dtype:
+            yield _layerwise("rounded_weights", f"every kernel, to {dtype},", all_rounded(dtype))
+            continue
+
+        def rounded_norm(computation, _value, dtype=dtype):
+            return computation._replace(final_scale=rounded(computation.final_scale, dtype))
+
+        what = f"every tensor, to {dtype},"
+        yield from _with_final("rounded_weights", what, all_rounded(dtype), rounded_norm)
     for name, tensor in tensors.items():
         what = name.replace("/", " ")
         yield _layerwise(
