@@ -160,6 +160,7 @@ def vllm_engine(
             kv_cache_gib=rollout.vllm_kv_cache_gib,
             enforce_eager=rollout.vllm_enforce_eager,
             quantization=rollout.vllm_quantization,
+            inner_states=rollout.vllm_inner_states,
             max_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         ),
         max_prompt_tokens=longest_prompt(config),

@@ -19,6 +19,7 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.environments.journal import Journal
 from semrl_jax.pages.report import write_report
 from semrl_jax.runs.checkpoints import Checkpoints
+from semrl_jax.runs.mismatch_budget import mismatch_warning
 from semrl_jax.runs.records import (
     MetricWriter,
     keep_damaged_log,
@@ -52,6 +53,7 @@ class Run:
     answers: Journal | None = None  # of environments
     _writer: MetricWriter | None = None
     _told_size: bool = False  # of a record for replays
+    _warned: bool = False  # of a mismatch
 
     def begin_rows(self, first_step: int) -> None:
         """Opens the log; removes what an earlier attempt recorded from `first_step` on."""
@@ -75,6 +77,14 @@ class Run:
         if self._writer is not None:
             self._writer.write(step, scalars)
 
+    def _warn_of_mismatch(self, scalars: Mapping[str, float]) -> None:
+        """Once: whoever looks closer finds the later steps in the report."""
+        if self._warned:
+            return
+        if warning := mismatch_warning(self.config, scalars, self.workdir.path):
+            self._warned = True
+            self.reporter.notice(warning)
+
     def record(self, result: StepResult, bar: Bar) -> dict[str, float]:
         """Writes the row and, if due, the responses; prints one line each; returns the row."""
         if self._writer is None:
@@ -93,6 +103,7 @@ class Run:
             scalars |= result.scalars | _rates(result)
             if result.trace is not None:
                 self._write_record(result)
+            self._warn_of_mismatch(scalars)
         scalars |= clock.scalars()
         self._writer.write(step, scalars)
         if evaluation is not None:

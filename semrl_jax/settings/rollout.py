@@ -204,6 +204,9 @@ class Rollout:
     vllm_enforce_eager: bool = setting(
         False, "True: no compilation, starts in half the time", may_change=True
     )
+    vllm_inner_states: bool = setting(
+        False, "True: gives hidden states of all layers, without compilation, in more memory"
+    )
     vllm_quantization: str = setting(
         "",
         "Rounds the weights that arrive to 8 bits: fp8_per_channel, fp8_per_tensor or "

@@ -122,6 +122,11 @@ THOROUGH = [
         "--max_prompt_tokens=64 --max_response_tokens=64",
         text="3\n",
     ),
+    Case(
+        "mismatch --policy={home}/run --config=configs/recorded.py:{home}/run/config.json "
+        "--engine=jax --samples={home}/run/rollouts/step_000001.parquet --num_responses=2 "
+        "--max_tokens=8 --dtype=float32 --earlier=0 --output={home}/mismatch.html --quiet"
+    ),
     Case("view --policy={home}/run --steps=0,2 --limit=1 --stride=4 --output={home}/steps.html"),
     Case(
         "view --policy={home}/run --samples={home}/generated/responses.parquet --show=all "

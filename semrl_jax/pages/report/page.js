@@ -256,6 +256,11 @@ function layPlots() {
         "Means over all steps; a first step that compiles counts." : plot.panel.note;
       grid.append(make("section", "", make("h3", "", plot.panel.title),
         ...(note ? [make("p", "dim", note)] : []),
+        ...Object.entries(plot.panel.links ?? {}).map(([text, target]) => {
+          const link = make("a", "", text);
+          link.href = target;
+          return link;
+        }),
         ...(plot.panel.any ? [picker(plot)] : []), plot.box));
     }
     const details = make("details", "", make("summary", "", make("h2", "", section)), grid);

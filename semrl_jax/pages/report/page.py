@@ -10,7 +10,7 @@ from typing import Any
 
 from semrl_jax.pages.html import content_policy, data_element, filled, shortened
 from semrl_jax.pages.report import reading, several_runs
-from semrl_jax.pages.report.panels import STAGES, panels_of
+from semrl_jax.pages.report.panels import STAGES, Panel, panels_of
 from semrl_jax.pages.report.reading import RunLog
 from semrl_jax.pages.report.recorded_responses import samples
 from semrl_jax.support.safe_files import replacing
@@ -71,7 +71,10 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
         "title": ", ".join(run.name for run in runs),
         "runs": shown,
         "variants": names,
-        "panels": [panel._asdict() | {"keys": list(panel.keys.items())} for panel in varied],
+        "panels": [
+            panel._asdict() | {"keys": list(panel.keys.items()), "links": _links(panel, runs)}
+            for panel in varied
+        ],
         "pace": [  # of one run of each variant
             pace_text(shown[first]["name"], shown[first]["stage_means"])
             for first in map(numbers.index, range(len(names)))
@@ -101,6 +104,13 @@ def _texts(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         return {}
     return {key: str(entry) for key, entry in value.items() if entry is not None}
+
+
+def _links(panel: Panel, runs: Sequence[RunLog]) -> dict[str, str]:
+    """Pages of a run about a panel, by what the link says."""
+    if not panel.page or len(runs) > 1 or not (runs[0].path / panel.page).is_file():
+        return {}
+    return {f"{panel.page}: layers, tokens and the cause": panel.page}
 
 
 def _varies(keys, shown: Sequence[dict[str, Any]]) -> bool:

@@ -25,6 +25,7 @@ class Panel(NamedTuple):
     in_picture: bool = False  # whether `curves.png` has the plot. The page has every plot with data
     kind: str = "lines"  # "lines"; "stacked" for parts of a whole
     note: str = ""  # below the title on the page
+    page: str = ""  # a file of the run that the plot links to, if it is there
 
     def present(self, keys: Collection[str]) -> Panel:
         """The panel with the keys that were logged, each by its own name."""
@@ -177,11 +178,13 @@ PANELS = (
         "Sampling", "Mismatch of log-probabilities", "nats",
         {"rollout/logprob_mismatch/mean": "mean", "rollout/logprob_mismatch/max": "max"},
         note="Between the rollout engine and the policy; above rounding, the engine samples from "
-        "another distribution.",
+        "another distribution. python -m launch.mismatch names the cause.",
+        page="mismatch.html",
     ),
     Panel(
         "Sampling", "Mismatch of hidden states", "relative",
         {"rollout/hidden_state_mismatch/mean": "mean", "rollout/hidden_state_mismatch/max": "max"},
+        page="mismatch.html",
     ),
     Panel(
         "Sampling", "Importance weights", "weight",

@@ -154,6 +154,11 @@ class RolloutClient(contextlib.AbstractContextManager):
         return {name: self._counters[name] for name in names + sizes}
 
     @property
+    def descriptions(self) -> tuple[ReplicaDescription, ...]:
+        """What each replica said last of itself; `connect` asks them."""
+        return tuple(replica.description for replica in self._replicas)
+
+    @property
     def figures(self) -> dict[int, Figures]:
         """What each present replica has done; their numbers are in the order of their first use."""
         present = {replica.address for replica in self._replicas}

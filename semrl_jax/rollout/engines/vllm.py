@@ -71,6 +71,7 @@ class VllmSettings:
     enforce_eager: bool = False
     quantization: str = ""
     max_tokens: int = 0  # of a prompt and its response together; 0: the sum of their limits
+    inner_states: bool = False  # whether it gives those of all layers; without compilation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ class VllmEngine(Engine):
             model_hash=model.model_hash,
             tokenizer_hash=model.tokenizer_hash,
             vocab_size=model.vocab_size,
-            layers=(-1, model.num_layers),
+            layers=(*range(model.num_layers * settings.inner_states), -1, model.num_layers),
             state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling",),
             sampling_kinds=() if model.tokens is None else ("stop_strings",),
@@ -119,7 +120,10 @@ class VllmEngine(Engine):
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
             calls_at_once=CALLS_AT_ONCE,
-            layers_reason="vLLM's compiled model gives out no inner ones; the JAX engine does",
+            layers_reason=""
+            if settings.inner_states
+            else "vLLM's compiled model gives out no inner ones; set rollout.vllm_inner_states, or "
+            "take the JAX engine",
         )
         # More slots than running responses: a request can start while the rows of an ended one are
         # still being read.
@@ -157,7 +161,8 @@ class VllmEngine(Engine):
             self._llm = self._start_vllm()
         with self._timed("self-check"):
             self._pool = RowPool(self._pool_shape)
-            args = self._pool.path, dataclasses.asdict(self._pool_shape)
+            inner = self._model.num_layers * self._settings.inner_states
+            args = self._pool.path, dataclasses.asdict(self._pool_shape), inner
             (worker, *_) = await self._llm.collective_rpc("semrl_install", args=args)
             expected = {"width": self._model.hidden_size, "dtype": self._settings.dtype}
             if any(worker[name] != value for name, value in expected.items()):
@@ -256,7 +261,8 @@ class VllmEngine(Engine):
                 tensor_parallel_size=settings.tensor_parallel_size,
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30) or None,
-                enforce_eager=settings.enforce_eager,
+                # A compiled model calls no hooks.
+                enforce_eager=settings.enforce_eager or settings.inner_states,
                 quantization=settings.quantization or None,
                 # The log-probabilities are of the distribution that is sampled from: after
                 # temperature, top-k and top-p.
@@ -441,8 +447,11 @@ class VllmEngine(Engine):
         spans = [VersionSpan(self._versions[label], *span) for label, *span in found.spans]
         planes = {}
         for kind, rows in found.rows.items():
-            plane = self._as_states(rows, hidden_states.dtype)
-            planes[kind] = np.repeat(plane[:, None], len(hidden_states.layers), axis=1)
+            states = self._as_states(rows, hidden_states.dtype)
+            states = states.reshape(len(states), -1, self._model.hidden_size)  # final ones are last
+            final = -1, self._model.num_layers
+            places = [-1 if layer in final else layer for layer in hidden_states.layers]
+            planes[kind] = states[:, places]
         return Rollout(
             **request.rollout_fields,
             response_ids=found.token_ids,
@@ -598,7 +607,7 @@ def _pool_shape(
         num_slots=num_slots,
         num_rows=max_response_tokens,
         num_prompt_rows=max_prompt_tokens,
-        width=model.hidden_size,
+        width=model.hidden_size * (1 + model.num_layers * settings.inner_states),
         item_bytes=np.dtype(settings.dtype).itemsize,
     )
     of_responses = dataclasses.replace(shape, num_prompt_rows=0).num_bytes

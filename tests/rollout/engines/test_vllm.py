@@ -493,7 +493,7 @@ BAD_REQUESTS = {
     "other layer": (
         {"layers": (1,)},
         "hidden_states.layers has 1; the replica has [-1, 2]: vLLM's compiled model gives out no "
-        "inner ones; the JAX engine does.",
+        "inner ones; set rollout.vllm_inner_states, or take the JAX engine.",
     ),
     "no samples": ({"num_samples": 0}, "samples is empty"),
 }

@@ -38,15 +38,20 @@ class _Request:
 class _Rows(NamedTuple):
     """The states of one step, and their places in the pool."""
 
-    states: torch.Tensor  # [N, D]
+    states: torch.Tensor  # [N, D], or [N, L D + D] with those of inner layers
     places: torch.Tensor  # [N, 3] slot, row, tag; on the host
 
 
 class RolloutExtension:
     """Mixed into vLLM's worker."""
 
-    def semrl_install(self, path: str, shape: dict[str, int]) -> dict[str, Any]:
-        """Opens the pool and wraps the model runner; returns values that the engine checks."""
+    def semrl_install(
+        self, path: str, shape: dict[str, int], num_layers: int = 0
+    ) -> dict[str, Any]:
+        """Opens the pool and wraps the model runner; returns values that the engine checks.
+
+        With `num_layers`, a row has the inputs of all layers before the final state.
+        """
         runner = self.model_runner
         config = runner.vllm_config
         if config.speculative_config is not None:
@@ -55,6 +60,9 @@ class RolloutExtension:
             raise ValueError("only the last pipeline stage has final states.")
         _drop_unused_packing(runner.model)
         self.semrl_requests: dict[str, _Request] = {}
+        self.semrl_inputs: dict[int, torch.Tensor] = {}  # of the last step, by layer
+        if num_layers:
+            _keep_inputs(runner.model, num_layers, self.semrl_inputs)
         self.semrl_pool = None
         if self.rank == 0:  # after the final norm all tensor-parallel ranks have the same rows
             self.semrl_pool = _Writer(PoolShape(**shape), path, runner.model_config.dtype)
@@ -142,7 +150,9 @@ class RolloutExtension:
         if not tokens:
             return None
         chosen = torch.from_numpy(np.concatenate(tokens)).to(self.device)
-        return _Rows(state.hidden_states[chosen], torch.from_numpy(np.concatenate(places)))
+        states = [self.semrl_inputs[layer] for layer in sorted(self.semrl_inputs)]
+        states = torch.cat([x[chosen] for x in (*states, state.hidden_states)], dim=1)
+        return _Rows(states, torch.from_numpy(np.concatenate(places)))
 
     def semrl_load_weights(self, path: str, tensors: list[list]) -> None:
         """Replaces all weights in place.
@@ -258,6 +268,26 @@ class _Writer:
         slots, indices, tags = rows.places.T
         self._rows[slots, indices] = states
         self._tags[slots, indices] = tags
+
+
+def _keep_inputs(model: torch.nn.Module, num_layers: int, inputs: dict[int, torch.Tensor]) -> None:
+    """Keeps the input of each decoder layer, by hooks that PyTorch calls in a model as it is."""
+    found = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    found = [layers for layers in found if len(layers) == num_layers]
+    if len(found) != 1:
+        raise ValueError(f"{type(model).__name__} has no list of {num_layers} layers to hook.")
+
+    def hook(index):
+        def keep(_module, args, options):
+            given = [*args, *options.values()]
+            wide = [x for x in given if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            # States, and with vLLM's fused norms the residual that is still to be added.
+            inputs[index] = wide[0] + wide[1] if len(wide) > 1 else wide[0].clone()
+
+        return keep
+
+    for index, layer in enumerate(found[0]):
+        layer.register_forward_pre_hook(hook(index), with_kwargs=True)
 
 
 def _heads(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -1,0 +1,775 @@
+"""What an engine may compute in another way: each hypothesis is one change of a computation.
+
+There is no list of known faults. The hypotheses are what can be done to any tensor (scale, leave
+out, exchange, transpose, round, take from another layer or an earlier version) and to any quantity
+of the pass (frequencies, positions, what is seen, epsilon, dtypes). Where a number belongs to a
+change, the search fits it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from semrl_jax import models
+from semrl_jax.analysis.mismatch.computation import (
+    ACTIVATION_NAMES,
+    Computation,
+    Layer,
+    layer_params,
+    output_matrix,
+    rounded,
+    seen_within,
+    window_of,
+)
+from semrl_jax.models.decoder import NO_WINDOW, rotary_frequencies
+from semrl_jax.models.decoder_config import DecoderConfig, RopeScaling
+
+Params = models.Params
+MOST_WINDOWS = 160  # sizes that are all tried; above, powers of two and those near the model's own
+ROUNDINGS = (
+    "float8", "float8/channel", "int8", "int8/channel", "bfloat16", "float16",
+)  # fmt: skip
+
+
+class Hypothesis(NamedTuple):
+    """One change. `edit(computation, layers, value)` makes it, or returns None if it has none.
+
+    `layers` are those to change, in a change of layers. `grid` are the values from which the search
+    fits `value`; empty: there is nothing to fit. `cost` is the rank in which equal explanations
+    are preferred; lower is simpler.
+    """
+
+    kind: str  # what the cause is called, see CAUSES
+    what: str  # the tensor or quantity
+    edit: Callable[[Computation, tuple[int, ...], float], Computation | None]
+    of_layers: bool
+    grid: tuple[float, ...] = ()
+    logarithmic: bool = False
+    neutral: float = 1.0  # the value that changes nothing
+    cost: int = 0
+    tensors: tuple[str, ...] = ()  # that it says are other ones, by module/leaf
+
+
+class Known(NamedTuple):
+    """What the trainer has, and knows."""
+
+    config: DecoderConfig
+    params: Params
+    earlier: Mapping[str, Params]  # earlier versions of the parameters, by what they are called
+    num_prompt: Int[np.ndarray, " B"]
+    own: Mapping[int, np.ndarray]  # states of the trainer's pass, by layer
+    past: Mapping[str, Mapping[int, np.ndarray]]  # the same of the earlier versions
+
+
+# The causes, and what helps against each. `{what}`, `{value}` and `{layers}` are filled in.
+CAUSES = {
+    "tensor": (
+        "{what} of {layers} is another tensor{value}",
+        "send the weights anew, and compare the names and shapes that the engine loads",
+    ),
+    "tensor_missing": (
+        "{what} of {layers} is missing: the engine computes as if it were zero",
+        "check that the engine loads this tensor, and that its config.json declares it",
+    ),
+    "tensor_scaled": (
+        "{what} of {layers} is multiplied by {value}",
+        "check the scales of the quantisation, and whether a factor is applied twice",
+    ),
+    "tensor_exchanged": (
+        "{what} of {layers} are exchanged",
+        "check the order in which the engine fuses or splits tensors",
+    ),
+    "tensor_transposed": (
+        "{what} of {layers} is transposed",
+        "check the layout in which the engine loads this tensor",
+    ),
+    "tensor_of_other_layer": (
+        "{what} of {layers} is that of layer {value}",
+        "check how the engine numbers its layers",
+    ),
+    "rounded_weights": (
+        "{what} of {layers} is rounded",
+        "this is quantisation: switch it off, or expect its mismatch",
+    ),
+    "stale": (
+        "{what} of {layers} is that of {value}: a stale tensor",
+        "the engine missed an update; send the weights anew and look at its log",
+    ),
+    "adapter": (
+        "the adapter in {what} of {layers} counts {value} times",
+        "0 is an adapter that was never merged, 2 one that was applied twice; send merged weights",
+    ),
+    "stale_cache": (
+        "keys and values of earlier tokens in {layers} are those of {value}",
+        "clear the engine's cache, also of prefixes, when weights change",
+    ),
+    "rope_base": (
+        "the rotary base in {layers} is {value}",
+        "compare rope_theta in the engine's config.json with the trainer's",
+    ),
+    "rope_scaling": (
+        "the rotary frequencies in {layers} are {what}{value}",
+        "compare rope_scaling in the engine's config.json with the trainer's",
+    ),
+    "rope_dtype": (
+        "the rotary {what} in {layers}",
+        "let the engine compute rotary positions in float32",
+    ),
+    "rope_pairs": (
+        "rotary positions in {layers} turn {what}",
+        "the engine has another layout of rotary pairs than the weights",
+    ),
+    "positions": (
+        "positions in {layers} are off by {value} from {what} on",
+        "check where the engine begins to count positions, and what padding counts",
+    ),
+    "window": (
+        "attention in {layers} is in {what} of {value} tokens",
+        "compare sliding_window and layer_types in the engine's config.json with the trainer's",
+    ),
+    "mask": ("in {layers}, {what}{value}", "check the engine's attention mask and its cache"),
+    "score_scale": (
+        "attention scores in {layers} are multiplied by {value}",
+        "compare head_dim and query_pre_attn_scalar in the engine's config.json",
+    ),
+    "heads": (
+        "heads in {layers} use {what}",
+        "check how the engine orders heads, and repeats key and value heads",
+    ),
+    "norm_epsilon": (
+        "the epsilon of {what} in {layers} is {value}",
+        "compare rms_norm_eps in the engine's config.json with the trainer's",
+    ),
+    "norm_offset": (
+        "norms in {layers} multiply by {what}",
+        "the engine takes the weights for those of another family of models",
+    ),
+    "norm_missing": (
+        "{what} of {layers} is left out",
+        "the engine takes the model for one of another family; compare model_type",
+    ),
+    "activation": (
+        "the activation in {layers} is {what}",
+        "compare hidden_act in the engine's config.json with the trainer's",
+    ),
+    "layer_order": (
+        "{layers}: {what}{value}",
+        "check the order in which the engine has its layers",
+    ),
+    "cache_dtype": (
+        "keys and values in {layers} are kept in {what}",
+        "let the engine keep its cache in its compute dtype",
+    ),
+    "embedding": (
+        "the embedding {what}{value}",
+        "check the embedding that the engine loads, and its scale",
+    ),
+    "ids_shifted": (
+        "token ids are shifted by {value} {what}",
+        "compare the tokenizers, and which token each row belongs to",
+    ),
+    "head": (
+        "the output matrix {what}{value}",
+        "compare tie_word_embeddings, and whether lm_head was sent",
+    ),
+    "temperature": (
+        "logits are divided by {value}",
+        "compare raw log-probabilities, or sample at temperature 1",
+    ),
+    "softcap": ("the cap of the logits {what}{value}", "compare final_logit_softcapping"),
+    "logits_dtype": ("logits are rounded to {what}", "let the engine compute logits in float32"),
+    "dtype": (
+        "the engine computes in {what}, and {value} was expected",
+        "set the engine's dtype, or expect the mismatch of this one",
+    ),
+    "unknown": (
+        "{layers}: another computation, which no hypothesis explains{value}",
+        "compare the code of these layers, and send the weights anew",
+    ),
+}
+
+
+def hypotheses(known: Known, first: int, last: int) -> Iterator[Hypothesis]:
+    """All changes of the states from `first` to `last`; L + 1 are the log-probabilities."""
+    config = known.config
+    if first < config.num_layers and last > 0:
+        yield from _of_positions(known)
+        yield from _of_attention(known)
+        yield from _of_pass(known)
+        yield from _of_tensors(known, max(first, 0))
+        yield from _of_versions(known)
+        yield from _of_other_responses(known)
+    if first < 0:
+        yield from _of_embedding(known)
+    if last >= config.num_layers:
+        yield from _of_final_norm(known)
+    if last > config.num_layers:
+        yield from _of_head(known)
+
+
+def each(change: Callable[[Layer, int, float], Layer | None]):
+    """An edit of a computation from a change of one layer."""
+
+    def edit(computation, layers, value):
+        changed = 0
+        for index in layers:
+            layer = change(computation.layers[index], index, value)
+            if layer is not None:
+                computation, changed = computation.with_layer(index, layer), changed + 1
+        return computation if changed else None
+
+    return edit
+
+
+def _layerwise(kind, what, change, **options) -> Hypothesis:
+    return Hypothesis(kind, what, each(change), True, **options)
+
+
+def _with_final(kind, what, change, final, **options) -> Iterator[Hypothesis]:
+    """A change of layers; and the same, with `final(computation, value)` of the final norm."""
+    yield _layerwise(kind, what, change, **options)
+    of_layers = each(change)
+
+    def edit(computation, layers, value):
+        if len(computation.layers) - 1 not in layers:
+            return None
+        found = of_layers(computation, layers, value)
+        return None if found is None else final(found, value)
+
+    yield Hypothesis(kind, what, edit, True, **options)
+
+
+def _how(**changes):
+    def change(layer, _index, _value):
+        how = layer.how._replace(**changes)
+        return None if how == layer.how else layer._replace(how=how)
+
+    return change
+
+
+def _of_positions(known: Known) -> Iterator[Hypothesis]:
+    config, half = known.config, known.config.head_dim // 2
+    exponents = -jnp.arange(half, dtype=jnp.float32) / half
+
+    def base(layer, _index, value):
+        return layer._replace(frequencies=jnp.float32(value) ** exponents)
+
+    grid = tuple(10.0 ** (power / 4) for power in range(8, 33))
+    yield _layerwise("rope_base", "", base, grid=grid, logarithmic=True, neutral=config.rope_theta)
+
+    def scaled(layer, _index, value):
+        return layer._replace(frequencies=layer.frequencies * value)
+
+    yield _layerwise(
+        "rope_scaling", "multiplied by ", scaled, grid=(0.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0),
+        cost=1,
+    )  # fmt: skip
+    if config.rope_scaling is not None:
+        yield _layerwise(
+            "rope_scaling", "not scaled",
+            lambda layer, *_: base(layer, 0, config.rope_theta),
+        )  # fmt: skip
+
+    known_scaling = config.rope_scaling or RopeScaling("llama3", 1.0)
+    if known_scaling.rope_type == "llama3":
+
+        def factor(layer, index, value):
+            own = dataclasses.replace(
+                config, rope_scaling=dataclasses.replace(known_scaling, factor=value)
+            )
+            window = jnp.int32(NO_WINDOW if window_of(config, index) is None else 0)
+            return layer._replace(frequencies=rotary_frequencies(own, window))
+
+        yield _layerwise(
+            "rope_scaling", "scaled as Llama 3's, by a factor of ", factor,
+            grid=(2.0, 4.0, 8.0, 16.0, 32.0), logarithmic=True, neutral=known_scaling.factor,
+            cost=1,
+        )  # fmt: skip
+
+    def partly(layer, _index, value):
+        kept = jnp.arange(half) < round(value * half)
+        return layer._replace(frequencies=jnp.where(kept, layer.frequencies, 0.0))
+
+    for share in (0.25, 0.5, 0.75):
+        yield _layerwise(
+            "rope_scaling", f"zero beyond a share of {share}",
+            lambda layer, index, _, share=share: partly(layer, index, share),
+        )  # fmt: skip
+    for dtype in ("bfloat16", "float16"):
+        yield _layerwise("rope_dtype", f"angles are in {dtype}", _how(rounds_angles=dtype))
+        yield _layerwise(
+            "rope_dtype", f"cosines and sines are in {dtype}", _how(rounds_table=dtype)
+        )
+    yield _layerwise("rope_pairs", "neighbouring features", _how(pairs="neighbours"))
+
+    # Rotary positions are relative: a shift counts only from some token on.
+    places = {
+        "the response": known.num_prompt,
+        "the last prompt token": known.num_prompt - 1,
+        "the second response token": known.num_prompt + 1,
+    }
+    for what, first in places.items():
+        for shift in (1, -1, 2, -2):
+
+            def moved(layer, index, _value, first=first, shift=shift):
+                later = np.arange(layer.positions.shape[1])[None] >= first[:, None]
+                positions = layer.positions + jnp.float32(shift) * later
+                seen, size = layer.seen, window_of(config, index)
+                if size is not None:
+                    distance = positions[:, :, None] - positions[:, None, :]
+                    seen = seen_within(positions.shape[1], None) & (distance < size)
+                return layer._replace(positions=positions, seen=seen)
+
+            yield _layerwise(
+                "positions", what, moved, grid=(float(shift),), neutral=0.0,
+                cost=1 + (what != "the response"),
+            )  # fmt: skip
+
+
+def _of_attention(known: Known) -> Iterator[Hypothesis]:
+    config = known.config
+    num_tokens = int(known.num_prompt.max()) + 2
+
+    def window(layer, index, value):
+        count = layer.seen.shape[1]
+        own = window_of(config, index)
+        if round(value) >= count and (own is None or own >= count):
+            return None
+        seen = jnp.broadcast_to(seen_within(count, round(value)), layer.seen.shape)
+        return layer._replace(seen=seen)
+
+    own, count = config.sliding_window, known.own[0].shape[1]
+    sizes = {*range(1, min(count, MOST_WINDOWS)), *(2**k for k in range(14))}
+    sizes |= {own - 1, own + 1, own // 2, 2 * own} if own else set()
+    for size in sorted(size for size in sizes if 0 < size < count and size != own):
+        yield _layerwise("window", "a window", window, grid=(float(size),), neutral=-1.0, cost=1)
+    if own:
+        yield _layerwise("window", "a window", window, grid=(2.0**20,), neutral=-1.0)
+
+    def without_first(layer, _index, value):
+        hidden = jnp.arange(layer.seen.shape[2]) < round(value)
+        own_key = jnp.eye(layer.seen.shape[1], dtype=bool)[None]
+        return layer._replace(seen=layer.seen & (~hidden[None, None] | own_key))
+
+    for count in (1, 2, 3, 4):
+        yield _layerwise(
+            "mask", "the first tokens are not seen: ", without_first, grid=(float(count),),
+            neutral=0.0, cost=1,
+        )  # fmt: skip
+
+    def both_ways(layer, _index, _value):
+        inside = np.arange(layer.seen.shape[1])[None] < known.num_prompt[:, None]
+        return layer._replace(seen=layer.seen | jnp.asarray(inside[:, :, None] & inside[:, None]))
+
+    yield _layerwise("mask", "prompt tokens also see later ones", both_ways)
+
+    def without_own(layer, _index, _value):
+        own_key = jnp.eye(layer.seen.shape[1], dtype=bool)[None]
+        first = jnp.arange(layer.seen.shape[1])[None, :, None] == 0
+        return layer._replace(seen=layer.seen & (~own_key | first))
+
+    yield _layerwise("mask", "tokens do not see themselves", without_own)
+
+    def without_prompt(layer, _index, _value):
+        place = np.arange(layer.seen.shape[1])[None]
+        hidden = (place < known.num_prompt[:, None])[:, None] & (
+            place >= known.num_prompt[:, None]
+        )[:, :, None]
+        return layer._replace(seen=layer.seen & ~jnp.asarray(hidden))
+
+    yield _layerwise("mask", "response tokens do not see the prompt", without_prompt)
+
+    def lost(layer, _index, value):
+        column = known.num_prompt + round(value)
+        place = np.arange(layer.seen.shape[1])[None]
+        hidden = (place == column[:, None])[:, None] & (place > column[:, None])[:, :, None]
+        return layer._replace(seen=layer.seen & ~jnp.asarray(hidden))
+
+    for place in range(-min(num_tokens, 4), 4):
+        yield _layerwise(
+            "mask", "later tokens do not see the one at place ", lost, grid=(float(place),),
+            neutral=-1e9, cost=2,
+        )  # fmt: skip
+
+    def score(layer, _index, value):
+        return layer._replace(score_scale=layer.score_scale * value)
+
+    yield _layerwise("score_scale", "", score, grid=(0.25, 0.5, 0.9, 1.1, 2.0, 4.0), cost=1)
+    yield from _of_heads(known)
+    if config.num_heads > config.num_kv_heads > 1:
+        yield _layerwise("heads", "the key heads in turn", _how(tiles_heads=True))
+    for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"):
+        yield _layerwise("cache_dtype", dtype, _how(rounds_cache=dtype))
+
+
+def _of_heads(known: Known) -> Iterator[Hypothesis]:
+    """Heads that are left out, or whose order is another one."""
+    width = known.config.head_dim
+    for name, axis in (("query", -1), ("key", -1), ("value", -1), ("output", 0)):
+        is_of_queries = name in ("query", "output")
+        count = known.config.num_heads if is_of_queries else known.config.num_kv_heads
+
+        def blocks(layer, change, name=name, axis=axis, count=count):
+            changed = {}
+            for leaf, x in layer.params[name].items():
+                place = axis if x.ndim > 1 else 0
+                if x.ndim == 1 and name == "output":
+                    continue
+                moved = jnp.moveaxis(x, place, 0).reshape(count, width, -1)
+                moved = change(moved).reshape(jnp.moveaxis(x, place, 0).shape)
+                changed[f"{name}/{leaf}"] = jnp.moveaxis(moved, 0, place)
+            return layer.with_tensors(changed)
+
+        tensors = (f"{name}/kernel",)
+        for head in range(count):
+
+            def without(layer, _index, _value, head=head, blocks=blocks):
+                return blocks(layer, lambda x: x.at[head].set(0.0))
+
+            yield _layerwise(
+                "tensor_missing", f"head {head} of {name} kernel", without, cost=2, tensors=tensors
+            )
+        for shift in (1, -1) if count > 1 else ():
+
+            def turned(layer, _index, _value, shift=shift, blocks=blocks):
+                return blocks(layer, lambda x: jnp.roll(x, shift, axis=0))
+
+            yield _layerwise(
+                "heads", f"the {name} kernel of the head {'before' if shift > 0 else 'after'}",
+                turned, cost=2, tensors=tensors,
+            )  # fmt: skip
+
+
+def _of_pass(known: Known) -> Iterator[Hypothesis]:
+    config = known.config
+    grid = tuple(10.0**power for power in range(-12, 0))
+
+    def epsilon(layer, _index, value):
+        return layer._replace(epsilon=value)
+
+    options = {"grid": grid, "logarithmic": True, "neutral": config.rms_norm_eps}
+    yield from _with_final(
+        "norm_epsilon", "the norms", epsilon, lambda x, value: x._replace(final_epsilon=value),
+        **options,
+    )  # fmt: skip
+    yield from _with_final(
+        "norm_offset", "1 + weight", _how(offset_norms=True),
+        lambda x, _: x._replace(final_offset=True),
+    )  # fmt: skip
+    yield from _with_final(
+        "norm_offset", "the weight alone", _how(offset_norms=False),
+        lambda x, _: x._replace(final_offset=False),
+    )  # fmt: skip
+    if config.declared.query_key_norm:
+        yield _layerwise("norm_missing", "the norm of queries and keys", _how(query_key_norm=False))
+    if config.declared.post_norms:
+        yield _layerwise(
+            "norm_missing", "the norm after attention and feed-forward", _how(post_norms=False)
+        )
+    for name in ACTIVATION_NAMES:
+        yield _layerwise("activation", name, _how(activation=name))
+    yield _layerwise("layer_order", "applied twice", _how(times=2))
+    yield _layerwise("layer_order", "skipped", _how(times=0))
+    for other in range(config.num_layers):
+
+        def instead(layer, index, _value, other=other):
+            if index == other:
+                return None
+            return layer._replace(params=layer_params(config, known.params, other))
+
+        yield _layerwise(
+            "layer_order", "with the tensors of layer ", instead, grid=(float(other),),
+            neutral=-1.0, cost=1,
+        )  # fmt: skip
+
+
+def _of_tensors(known: Known, layer: int) -> Iterator[Hypothesis]:
+    config = known.config
+    sample = layer_params(config, known.params, min(layer, config.num_layers - 1))
+    tensors = {f"{m}/{leaf}": x for m, leaves in sample.items() for leaf, x in leaves.items()}
+
+    def replaced(name, change):
+        def of(layer, index, value):
+            own = layer.tensors()
+            return layer.with_tensors({name: change(own[name], value)}) if name in own else None
+
+        return of
+
+    def all_rounded(dtype):
+        def of(layer, _index, _value):
+            own = {
+                name: rounded(x, dtype)
+                for name, x in layer.tensors().items()
+                if "8" not in dtype or (name.endswith("kernel") and not name.startswith("router"))
+            }
+            return layer.with_tensors(own)
+
+        return of
+
+    for dtype in ROUNDINGS:
+        if "8" in dtype:
+            yield _layerwise("rounded_weights", f"every kernel, to {dtype},", all_rounded(dtype))
+            continue
+
+        def rounded_norm(computation, _value, dtype=dtype):
+            return computation._replace(final_scale=rounded(computation.final_scale, dtype))
+
+        what = f"every tensor, to {dtype},"
+        yield from _with_final("rounded_weights", what, all_rounded(dtype), rounded_norm)
+    for name, tensor in tensors.items():
+        what = name.replace("/", " ")
+        yield _layerwise(
+            "tensor_scaled", what, replaced(name, lambda x, value: x * value),
+            grid=(0.0, 0.5, 2.0, -1.0), cost=2, tensors=(name,),
+        )  # fmt: skip
+        if name.endswith("/scale"):
+            one = 0.0 if config.declared.offset_norms else 1.0
+            yield _layerwise(
+                "norm_missing", f"the weight of {name.removesuffix('/scale')}",
+                replaced(name, lambda x, _, one=one: jnp.full_like(x, one)), cost=2,
+                tensors=(name,),
+            )  # fmt: skip
+        if tensor.ndim == 2:
+            for dtype in ROUNDINGS:
+                yield _layerwise(
+                    "rounded_weights", f"{what}, to {dtype},",
+                    replaced(name, lambda x, _, dtype=dtype: rounded(x, dtype)), cost=3,
+                    tensors=(name,),
+                )  # fmt: skip
+        if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]:
+            yield _layerwise(
+                "tensor_transposed", what, replaced(name, lambda x, _: x.T), cost=2,
+                tensors=(name,),
+            )  # fmt: skip
+        for other in range(config.num_layers):
+
+            def taken(layer, index, _value, name=name, other=other):
+                found = layer_params(config, known.params, other)
+                module, leaf = name.split("/")
+                if index == other or module not in found or name not in layer.tensors():
+                    return None
+                return layer.with_tensors({name: found[module][leaf]})
+
+            yield _layerwise(
+                "tensor_of_other_layer", what, taken, grid=(float(other),), neutral=-1.0, cost=3,
+                tensors=(name,),
+            )  # fmt: skip
+    for one, other in itertools.combinations(tensors, 2):
+        if tensors[one].shape == tensors[other].shape:
+
+            def exchanged(layer, _index, _value, one=one, other=other):
+                own = layer.tensors()
+                if one not in own or other not in own:
+                    return None
+                return layer.with_tensors({one: own[other], other: own[one]})
+
+            what = f"{one.replace('/', ' ')} and {other.replace('/', ' ')}"
+            yield _layerwise("tensor_exchanged", what, exchanged, cost=2, tensors=(one, other))
+
+
+def _of_versions(known: Known) -> Iterator[Hypothesis]:
+    config = known.config
+    for label, earlier in known.earlier.items():
+        kind = "adapter" if label == "base" else "stale"
+
+        def mixed(names, earlier=earlier):
+            def of(layer, index, value):
+                old, own = layer_params(config, earlier, index), layer.tensors()
+                changed = {}
+                for name in names or own:
+                    module, leaf = name.split("/")
+                    if name in own and module in old and leaf in old[module]:
+                        before = old[module][leaf]
+                        changed[name] = before + value * (own[name] - before)
+                if not any((changed[name] != own[name]).any() for name in changed):
+                    return None
+                return layer.with_tensors(changed)
+
+            return of
+
+        tensors = layer_names(config, known.params)
+        grid = (0.0, 2.0, 0.5) if kind == "adapter" else (0.0,)
+        options = {"grid": grid, "neutral": 1.0}
+
+        def mixed_norm(computation, value, earlier=earlier):
+            before = earlier["final_norm"]["scale"]
+            scale = before + value * (known.params["final_norm"]["scale"] - before)
+            return computation._replace(final_scale=scale)
+
+        yield from _with_final(kind, f"every tensor|{label}", mixed(()), mixed_norm, **options)
+        for name in tensors:
+            yield _layerwise(
+                kind, f"{name.replace('/', ' ')}|{label}", mixed((name,)), cost=1,
+                tensors=(name,), **options,
+            )  # fmt: skip
+
+        places = {"prompt": known.num_prompt, "prompt but its last token": known.num_prompt - 1}
+        for (place, event), old in itertools.product(places.items(), (False, True)):
+
+            def cached(layer, index, _value, earlier=earlier, event=event, old=old, label=label):
+                return layer._replace(
+                    how=layer.how._replace(gives_old=old),
+                    before=layer_params(config, earlier, index),
+                    before_x=jnp.asarray(known.past[label][index]),
+                    event=jnp.asarray(event),
+                )
+
+            yield _layerwise(
+                "stale_cache", f"{place}|{label}", cached, cost=1 + (place != "prompt") + old
+            )
+
+
+def _of_other_responses(known: Known) -> Iterator[Hypothesis]:
+    """A cache that belongs to another response."""
+    for shift in (1, -1):
+
+        def cached(layer, index, _value, shift=shift):
+            return layer._replace(
+                before=layer.params,
+                before_x=jnp.roll(jnp.asarray(known.own[index]), shift, axis=0),
+                event=jnp.asarray(known.num_prompt),
+            )
+
+        yield _layerwise("stale_cache", "prompt|another response", cached, cost=2)
+
+
+def layer_names(config: DecoderConfig, params: Params) -> list[str]:
+    """The names module/leaf of the tensors of all layers."""
+    found: dict[str, None] = {}
+    for index in range(config.num_layers):
+        for module, leaves in layer_params(config, params, index).items():
+            found |= dict.fromkeys(f"{module}/{leaf}" for leaf in leaves)
+    return list(found)
+
+
+def _whole(kind, what, change, **options) -> Hypothesis:
+    def edit(computation, _layers, value):
+        return change(computation, value)
+
+    return Hypothesis(kind, what, edit, False, **options)
+
+
+def _of_embedding(known: Known) -> Iterator[Hypothesis]:
+    vocabulary = known.config.vocab_size
+
+    def shifted(computation, value):
+        return computation._replace(ids=(computation.ids + round(value)) % vocabulary)
+
+    for shift in (1, -1, 2, -2):
+        yield _whole("ids_shifted", "in the vocabulary", shifted, grid=(float(shift),), neutral=0.0)
+
+    def moved(computation, value):
+        ids = np.roll(computation.ids, round(value), axis=1)
+        return computation._replace(ids=ids)
+
+    for shift in (1, -1):
+        yield _whole("ids_shifted", "rows", moved, grid=(float(shift),), neutral=0.0)
+    yield _whole(
+        "embedding", "is multiplied by ",
+        lambda x, value: x._replace(embedding_scale=x.embedding_scale * value),
+        grid=(0.0, known.config.hidden_size**0.5, known.config.hidden_size**-0.5, 2.0, 0.5),
+        cost=1,
+    )  # fmt: skip
+    for label, earlier in known.earlier.items():
+        yield _whole(
+            "embedding", f"is that of {label}",
+            lambda x, _, earlier=earlier: x._replace(embedding=earlier["embed"]["embedding"]),
+        )  # fmt: skip
+    for dtype in ROUNDINGS:
+        yield _whole(
+            "embedding", f"is rounded to {dtype}",
+            lambda x, _, dtype=dtype: x._replace(
+                embedding=rounded(jnp.asarray(x.embedding), dtype)
+            ),
+            cost=1,
+        )  # fmt: skip
+    if "head" in known.params:
+        yield _whole(
+            "embedding", "is the output matrix",
+            lambda x, _: x._replace(embedding=known.params["head"]["kernel"].T),
+        )  # fmt: skip
+
+
+def _of_final_norm(known: Known) -> Iterator[Hypothesis]:
+    grid = tuple(10.0**power for power in range(-12, 0))
+    yield _whole(
+        "norm_epsilon", "the final norm", lambda x, value: x._replace(final_epsilon=value),
+        grid=grid, logarithmic=True, neutral=known.config.rms_norm_eps, cost=1,
+    )  # fmt: skip
+    yield _whole(
+        "tensor_scaled", "the final norm",
+        lambda x, value: x._replace(final_scale=x.final_scale * value), grid=(0.0, 0.5, 2.0, -1.0),
+        cost=2, tensors=("final_norm/scale",),
+    )  # fmt: skip
+    yield _whole(
+        "norm_offset", "another offset", lambda x, _: x._replace(final_offset=not x.final_offset)
+    )
+    yield _whole(
+        "norm_missing", "the weight of the final norm",
+        lambda x, _: x._replace(final_scale=jnp.ones_like(x.final_scale)),
+        tensors=("final_norm/scale",),
+    )  # fmt: skip
+    for label, earlier in known.earlier.items():
+        yield _whole(
+            "stale", f"final norm|{label}",
+            lambda x, _, earlier=earlier: x._replace(final_scale=earlier["final_norm"]["scale"]),
+            tensors=("final_norm/scale",),
+        )  # fmt: skip
+
+
+def _of_head(known: Known) -> Iterator[Hypothesis]:
+    config = known.config
+    yield _whole(
+        "temperature", "", lambda x, value: x._replace(temperature=value),
+        grid=(0.5, 0.7, 0.9, 1.1, 1.5, 2.0), cost=1,
+    )  # fmt: skip
+    cap = config.final_logit_softcap
+    if cap:
+        yield _whole("softcap", "is left out", lambda x, _: x._replace(softcap=None))
+    yield _whole(
+        "softcap", "is ", lambda x, value: x._replace(softcap=value),
+        grid=(5.0, 10.0, 20.0, 30.0, 50.0), logarithmic=True, neutral=cap or -1.0, cost=2,
+    )  # fmt: skip
+    if not config.tie_embeddings:
+        yield _whole(
+            "head", "is the embedding",
+            lambda x, _: x._replace(matrix=known.params["embed"]["embedding"]),
+        )  # fmt: skip
+    for label, earlier in known.earlier.items():
+        yield _whole(
+            "head", f"is that of {label}",
+            lambda x, _, earlier=earlier: x._replace(matrix=output_matrix(config, earlier)),
+        )  # fmt: skip
+        yield _whole(
+            "head", f"is the embedding of {label}",
+            lambda x, _, earlier=earlier: x._replace(matrix=earlier["embed"]["embedding"]),
+            cost=1,
+        )  # fmt: skip
+    for dtype in ROUNDINGS:
+        yield _whole(
+            "head", f"is rounded to {dtype}",
+            lambda x, _, dtype=dtype: x._replace(matrix=rounded(jnp.asarray(x.matrix).T, dtype).T),
+            cost=1,
+        )  # fmt: skip
+    for dtype in ("bfloat16", "float16"):
+        yield _whole(
+            "logits_dtype", dtype, lambda x, _, dtype=dtype: x._replace(rounds_logits=dtype)
+        )
+
+    def neighbour(computation, value):
+        return computation._replace(targets=np.roll(computation.targets, round(value), axis=1))
+
+    def shifted(computation, value):
+        targets = (computation.targets + round(value)) % config.vocab_size
+        return computation._replace(targets=targets)
+
+    for shift in (1, -1):
+        yield _whole("ids_shifted", "rows", neighbour, grid=(float(shift),), neutral=0.0)
+        yield _whole("ids_shifted", "in the vocabulary", shifted, grid=(float(shift),), neutral=0.0)

@@ -1,0 +1,716 @@
+"""Finds the layers that an engine computes in another way, and the hypothesis that explains them.
+
+The states that an engine gives cut its pass into segments. Each segment is computed from the
+engine's own states at its begin, so that a difference counts where it arises and not where it ends.
+With all layers a segment is one layer. A segment whose difference is above what rounding explains
+is computed again under each hypothesis. The cause is the one that leaves the least difference; it
+explains the segment if only rounding is left. If none does, each tensor is set free and fitted to
+half of the tokens: the other half tells whether another tensor would explain it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax import models
+from semrl_jax.analysis.mismatch.computation import Computation, computation_of, normed
+from semrl_jax.analysis.mismatch.hypotheses import CAUSES, Hypothesis, Known, hypotheses
+from semrl_jax.analysis.mismatch.observed import DTYPES, Observation
+
+# Unit roundoff as a part of that of bfloat16, whose effect is measured.
+UNITS = {"float32": 2.0**-16, "bfloat16": 1.0, "float16": 2.0**-3}
+# Root mean square of the differences of a part, divided by what two dtypes give there. Healthy
+# engines stay below: 2.4 in float32 and 1.3 in bfloat16 were the largest (benchmarks/mismatch.py).
+LIMITS = {"float32": 5.0, "bfloat16": 2.0, "float16": 2.0}
+LEAST = {"state": 2e-7, "logprob": 1e-6}  # of a float32 sum in another order: relative, nats
+STEPS = 5  # of the fit of a number
+MOST_FREE = 2**22  # entries of a tensor that is fitted
+FREE_STEPS = 8  # of such a fit
+NUM_DIRECTIONS = 100  # of conjugate gradients in a step
+
+
+class Segment(NamedTuple):
+    """A part of the pass: states `first` to `last`; -1 before the embedding, L + 1 log-probs."""
+
+    first: int
+    last: int
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The decoder layers that it has, but for the number of the last ones."""
+        return tuple(range(max(self.first, 0), self.last))
+
+    def name(self, count: int) -> str:
+        """In words, for a model of `count` layers."""
+        parts = ["embedding"] if self.first < 0 else []
+        layers = [layer for layer in self.layers if layer < count]
+        if layers:
+            parts.append(layer_text(layers))
+        if self.first < count <= self.last:
+            parts.append("final norm")
+        if self.last > count:
+            parts.append("log-probabilities")
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A cause.
+
+    Attributes:
+      kind: a key of `CAUSES`.
+      what: the tensor or the quantity.
+      layers: where; empty for the embedding, the final norm and the output matrix.
+      value: the number that was fitted, or what belongs to the cause; None without one.
+      explained: share of the difference that the cause explains, up to 1.
+      alternatives: other names of the same change; the numbers cannot tell them apart.
+      detail: what else is known, such as the heads that differ.
+    """
+
+    kind: str
+    what: str
+    layers: tuple[int, ...]
+    value: float | str | None
+    explained: float
+    alternatives: tuple[str, ...] = ()
+    detail: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The cause and the way out."""
+        cause, way_out = CAUSES[self.kind]
+        value = "" if self.value is None else number(self.value)
+        what, _, label = self.what.partition("|")
+        if self.kind in ("stale", "stale_cache"):
+            value = label
+        text = cause.format(what=what, layers=layer_text(self.layers), value=value)
+        text += f" ({self.detail})" if self.detail else ""
+        if self.alternatives:
+            text += f"; equal in effect: {', '.join(self.alternatives)}"
+        share = "" if self.explained > 0.99 else f" [explains {100 * self.explained:.0f}%]"
+        return f"{text[0].upper()}{text[1:]}{share}. Way out: {way_out}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+      segments: all parts of the pass.
+      ratios: the difference of each, divided by its rounding; root mean squares.
+      findings: the causes, the first one first; empty if rounding explains all.
+      dtype: of the engine's states, as their bits tell.
+      states: relative difference of the engine's states from the trainer's own pass [B, N] by
+        layer; NaN where there is none. Contains what earlier layers cause.
+      logprobs: the difference engine - trainer, nats.
+      local: the relative difference that each segment adds [B, N], by its last state.
+      noise: the root mean square of `local` that rounding gives, by last state.
+      limit: the largest ratio that rounding explains.
+    """
+
+    segments: tuple[Segment, ...]
+    ratios: tuple[float, ...]
+    findings: tuple[Finding, ...]
+    dtype: str
+    states: Mapping[int, Float[np.ndarray, "B N"]]
+    logprobs: Float[np.ndarray, "B N"]
+    local: Mapping[int, Float[np.ndarray, "B N"]]
+    noise: Mapping[int, float]
+    limit: float
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether dtypes explain the difference."""
+        return not self.findings
+
+    @property
+    def sentence(self) -> str:
+        """The causes, or that there is none."""
+        if self.findings:
+            return " ".join(finding.sentence for finding in self.findings)
+        worst = max(self.ratios, default=0.0)
+        return (
+            f"Rounding in {self.dtype or 'the dtypes'} explains the difference: at most "
+            f"{worst:.2g} of {self.limit:g} times what another order of the same sums gives."
+        )
+
+
+def _all_states(computation: Computation) -> dict[int, np.ndarray]:
+    """The states of a pass, by number."""
+    found, x = {}, None
+    for index in range(len(computation.layers) + 1):
+        x = computation.states(index - 1, index, x)
+        found[index] = np.asarray(x, np.float32)
+    return found
+
+
+def number(value: float | str) -> str:
+    """A fitted number, in few digits."""
+    return value if isinstance(value, str) else f"{value:.6g}"
+
+
+def layer_text(layers: Sequence[int]) -> str:
+    """Layers in words."""
+    if not layers:
+        return "the model"
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"layers {layers[0]} to {layers[-1]}"
+    return f"layers {', '.join(map(str, layers))}"
+
+
+class _Trial(NamedTuple):
+    """A hypothesis with its value in some layers, and the difference that it leaves."""
+
+    hypothesis: Hypothesis
+    layers: tuple[int, ...]
+    value: float
+    left: float  # root mean square
+
+
+def diagnose(
+    config: models.DecoderConfig,
+    params: models.Params,
+    observation: Observation,
+    *,
+    dtype: str = "float32",
+    earlier: Mapping[str, models.Params] | None = None,
+    differing: Sequence[str] | None = None,
+    quantized: bool = False,
+    temperature: float = 1.0,
+) -> Diagnosis:
+    """Compares what an engine gave with the trainer's pass, and names the cause.
+
+    Args:
+      params: the trainer's, float32.
+      dtype: that the engine is meant to compute in.
+      earlier: earlier versions of the parameters by name; "base" is the model without its adapter.
+      differing: the tensors of the engine whose checksums differ from the trainer's, as
+        `<layer>/<module>/<leaf>`; None: nobody asked the engine.
+      quantized: whether the engine is meant to round the kernels of its layers.
+      temperature: of the engine's log-probabilities.
+    """
+    search = _Search(config, params, observation, dtype, earlier or {}, differing, temperature)
+    if quantized:
+        search.quantize()
+    return search.diagnosis()
+
+
+class _Search:
+    def __init__(self, config, params, observation, dtype, earlier, differing, temperature):
+        self.config, self.observation, self.expected = config, observation, dtype
+        params, earlier = jax.tree.map(jnp.asarray, (params, dict(earlier)))
+        self.differing = differing
+        self.dtype = observation.dtype or dtype
+        self.limit = LIMITS[self.dtype]
+        inputs = observation.ids, observation.targets
+        self.exact = computation_of(config, params, *inputs)._replace(temperature=temperature)
+        self.own = self.exact.in_dtype(self.dtype)
+        self.coarse = self.exact.in_dtype("bfloat16")
+        count = config.num_layers
+        known = [layer for layer in sorted(observation.states) if layer <= count]
+        has_logprobs = bool(np.isfinite(observation.logprobs).any())
+        ends = [-1, *known, *([count + 1] if has_logprobs else [])]
+        self.segments = tuple(Segment(a, b) for a, b in itertools.pairwise(ends))
+        self.reference = _all_states(self.exact)
+        past = {
+            name: _all_states(computation_of(config, each, *inputs))
+            for name, each in earlier.items()
+        }
+        self.known = Known(config, params, earlier, observation.num_prompt, self.reference, past)
+
+    def quantize(self) -> None:
+        """Takes kernels that are rounded as the engine's for healthy.
+
+        If the engine rounds in a way of its own, differences of the size of fp8 are.
+        """
+        layers = tuple(range(self.config.num_layers))
+        parts = [s for s in self.segments if self._decoder_layers(s)]
+        best, least = None, np.inf
+        for hypothesis in hypotheses(self.known, 0, 1):
+            if hypothesis.kind != "rounded_weights" or hypothesis.tensors:
+                continue
+            computation = hypothesis.edit(self.own, layers, 1.0)
+            left = [self.left(computation, s, self.begin(s)) / self.noise(s, self.begin(s))
+                    for s in parts]  # fmt: skip
+            if parts and np.median(left) < least:
+                best, least = hypothesis, float(np.median(left))
+        if best is None:
+            return
+        if least > self.limit:
+            self.coarse = best.edit(self.coarse, layers, 1.0)
+            return
+        self.own, self.exact, self.coarse = (
+            best.edit(each, layers, 1.0) for each in (self.own, self.exact, self.coarse)
+        )
+
+    def begin(self, segment: Segment) -> np.ndarray | None:
+        """The state at which a segment begins: the engine's, where it is known."""
+        if segment.first < 0:
+            return None
+        given, ours = self.observation.states[segment.first], self.reference[segment.first]
+        return np.where(np.isnan(given), ours, given)
+
+    def computed(self, computation: Computation, segment: Segment, x) -> Array:
+        """The end of a segment: states [B, N, D], or log-probabilities [B, N]."""
+        count = self.config.num_layers
+        last = min(segment.last, count)
+        x = None if x is None else jnp.asarray(x)
+        if segment.first < last:
+            x = computation.states(segment.first, last, x)
+        if segment.last > count:
+            return jnp.asarray(computation.logprobs(x))
+        return x.astype(jnp.float32)
+
+    def given(self, segment: Segment) -> np.ndarray:
+        if segment.last > self.config.num_layers:
+            return self.observation.logprobs
+        return self.observation.states[segment.last]
+
+    def rows(self, segment: Segment) -> Bool[np.ndarray, "B N"]:
+        """The tokens at which the engine gave the end of a segment."""
+        given = self.given(segment)
+        known = np.isfinite(given) if given.ndim == 2 else np.isfinite(given).all(axis=2)
+        return known & self.observation.is_token
+
+    @functools.cached_property
+    def norms(self) -> dict[int, np.ndarray]:
+        return {
+            layer: np.maximum(np.linalg.norm(x, axis=2), 1e-30)
+            for layer, x in self.reference.items()
+        }
+
+    def differences(self, segment: Segment, one, other) -> np.ndarray:
+        """Per token: relative to the norm of the state, or in nats."""
+        difference = np.asarray(one, np.float32) - np.asarray(other, np.float32)
+        if difference.ndim == 2:
+            return np.abs(difference)
+        return np.linalg.norm(difference, axis=2) / self.norms[segment.last]
+
+    def left(self, computation: Computation, segment: Segment, x) -> float:
+        """The root mean square difference that a computation leaves."""
+        found = self.differences(
+            segment, self.computed(computation, segment, x), self.given(segment)
+        )
+        value = _rms(found[self.rows(segment)])
+        return value if np.isfinite(value) else np.inf
+
+    def noise(self, segment: Segment, x) -> float:
+        """The difference that rounding makes, root mean square, in the engine's dtype."""
+        parts = [self.computed(each, segment, x) for each in (self.exact, self.coarse)]
+        value = _rms(self.differences(segment, *parts)[self.rows(segment)]) * UNITS[self.dtype]
+        kind = "logprob" if segment.last > self.config.num_layers else "state"
+        return max(value, LEAST[kind] * max(len(segment.layers), 1) ** 0.5)
+
+    def diagnosis(self) -> Diagnosis:
+        local, noises, ratios, bad = {}, {}, [], []
+        for segment in self.segments:
+            x = self.begin(segment)
+            found = self.differences(
+                segment, self.computed(self.own, segment, x), self.given(segment)
+            )
+            local[segment.last] = np.where(self.rows(segment), found, np.nan)
+            values = found[self.rows(segment)]
+            noises[segment.last] = self.noise(segment, x)
+            ratio = _rms(values) / noises[segment.last] if values.size else 0.0
+            ratios.append(ratio if np.isfinite(ratio) else np.inf)
+            if not ratios[-1] <= self.limit:
+                bad.append(segment)
+        findings = list(self._dtype_finding())
+        findings += self._explained(bad)
+        states = {
+            layer: np.where(
+                np.isfinite(given).all(axis=2) & self.observation.is_token,
+                np.linalg.norm(given - self.reference[layer], axis=2) / self.norms[layer],
+                np.nan,
+            )
+            for layer, given in self.observation.states.items()
+        }
+        ours = self.exact.logprobs(jnp.asarray(self.reference[self.config.num_layers]))
+        logprobs = np.where(self.observation.is_token, self.observation.logprobs - ours, np.nan)
+        return Diagnosis(
+            self.segments, tuple(ratios), tuple(findings), self.observation.dtype, states,
+            logprobs, local, noises, self.limit,
+        )  # fmt: skip
+
+    def _dtype_finding(self) -> Iterator[Finding]:
+        found = self.observation.dtype
+        if found and DTYPES.index(found) < DTYPES.index(self.expected):
+            yield Finding("dtype", found, (), self.expected, 1.0)
+
+    def _explained(self, bad: Sequence[Segment]) -> list[Finding]:
+        """The causes of the segments with a difference, in the order of the pass."""
+        used: list[_Trial] = []  # explain earlier segments
+        groups: dict[tuple, list[tuple[_Trial, float]]] = {}
+        same: dict[tuple, list[_Trial]] = {}
+        alone: dict[tuple, Finding] = {}
+        for segment in bad:
+            x = self.begin(segment)
+            rounding, whole = self.noise(segment, x), self.left(self.own, segment, x)
+            noise = self.limit * rounding
+            again = [self._again(trial, segment, x) for trial in used]
+            good = [trial for trial in again if trial and trial.left <= max(noise, 0.01 * whole)]
+            equal: list[_Trial] = []
+            if good:
+                best = min(good, key=lambda trial: trial.left)
+            else:
+                best, equal = self._searched(segment, x, whole, noise)
+            left = np.inf if best is None else best.left
+            if left > noise and (several := self._several(segment, x, noise)) is not None:
+                best, equal, left = several, [], several.left
+            if left > noise and left > 0.1 * whole:
+                finding = self._freed(segment, x, whole, rounding)
+                share = _share(left, whole, rounding)
+                if finding is None and share < 0.75:
+                    finding = self._by_elimination(segment)
+                if finding is not None and (share < 0.75 or finding.explained > share):
+                    key = ("unknown",) if finding.kind == "unknown" else ("alone", segment)
+                    layers = alone[key].layers if key in alone else ()
+                    groups[key], alone[key] = (
+                        [],
+                        dataclasses.replace(finding, layers=(*layers, *finding.layers)),
+                    )
+                    continue
+            else:
+                used.append(best)
+            key = best.hypothesis.kind, best.hypothesis.what, round(best.value, 6)
+            share = 1.0 if left <= noise else _share(left, whole, rounding)
+            groups.setdefault(key, []).append((best, share))
+            same.setdefault(key, equal)
+        return [
+            alone[key] if key in alone else self._finding(entries, same[key])
+            for key, entries in groups.items()
+        ]
+
+    def _again(self, trial: _Trial, segment: Segment, x) -> _Trial | None:
+        hypothesis = trial.hypothesis
+        if hypothesis.of_layers and not set(self._decoder_layers(segment)):
+            return None
+        return self._tried(hypothesis, segment, x, self._decoder_layers(segment), (trial.value,))
+
+    def _decoder_layers(self, segment: Segment) -> tuple[int, ...]:
+        return tuple(layer for layer in segment.layers if layer < self.config.num_layers)
+
+    def _searched(
+        self, segment: Segment, x, whole: float, noise: float
+    ) -> tuple[_Trial | None, list[_Trial]]:
+        """The best trial of all hypotheses, and those that cannot be told from it."""
+        layers = self._decoder_layers(segment)
+        places = [layers]
+        if len(layers) > 1:
+            places += [(layer,) for layer in layers]
+        trials: list[_Trial] = []
+        for place in places:
+            if place != layers and trials and min(t.left for t in trials) <= noise:
+                break
+            for hypothesis in hypotheses(self.known, segment.first, segment.last):
+                if not self._is_possible(hypothesis, place):
+                    continue
+                if not hypothesis.of_layers and place != layers:
+                    continue
+                trial = self._tried(hypothesis, segment, x, place)
+                if trial is not None:
+                    trials.append(trial)
+        if not trials:
+            return None, []
+        least = min(trial.left for trial in trials)
+        # A value that only rounding tells from another one is no reason to prefer it.
+        near = [trial for trial in trials if trial.left <= max(1.2 * least, 0.6 * noise)]
+        best = min(near, key=lambda trial: (trial.hypothesis.cost, trial.left))
+        equal = [
+            trial for trial in near
+            if trial is not best and trial.layers == best.layers
+            and trial.left <= max(1.05 * best.left, 0.3 * noise)
+        ]  # fmt: skip
+        return best, equal if best.left < 0.3 * whole else []
+
+    def _several(self, segment: Segment, x, noise: float) -> _Trial | None:
+        """Several tensors of one layer from one earlier version, if they explain the segment."""
+        layers = self._decoder_layers(segment)
+        single = [
+            hypothesis
+            for hypothesis in hypotheses(self.known, segment.first, segment.last)
+            if hypothesis.kind in ("stale", "adapter") and len(hypothesis.tensors) == 1
+            and hypothesis.of_layers and self._is_possible(hypothesis, layers)
+        ]  # fmt: skip
+        for label in dict.fromkeys(each.what.partition("|")[2] for each in single):
+            rest = [each for each in single if each.what.partition("|")[2] == label]
+            chosen: list[Hypothesis] = []
+            left = self.left(self.own, segment, x)
+            while rest and left > noise:
+                tried = []
+                for each in rest:
+                    edit = _together([*chosen, each])
+                    computation = edit(self.own, layers, 0.0)
+                    found = np.inf if computation is None else self.left(computation, segment, x)
+                    tried.append((found, rest.index(each)))
+                least, place = min(tried)
+                if not least < left:
+                    break
+                left = least
+                chosen.append(rest.pop(place))
+            if chosen and left <= noise:
+                names = sorted(each.what.partition("|")[0] for each in chosen)
+                what = f"each of {', '.join(names)}|{label}"
+                joined = chosen[0]._replace(what=what, edit=_together(chosen))
+                return _Trial(joined, layers, 0.0, left)
+        return None
+
+    def _is_possible(self, hypothesis: Hypothesis, layers: Sequence[int]) -> bool:
+        """Whether the checksums of the engine's tensors allow it."""
+        if self.differing is None or not hypothesis.tensors:
+            return True
+        names = {f"{layer}/{name}" for layer in layers for name in hypothesis.tensors}
+        names |= set(hypothesis.tensors)
+        return bool(names & set(self.differing))
+
+    def _tried(
+        self, hypothesis: Hypothesis, segment: Segment, x, layers, grid: Sequence[float] = ()
+    ) -> _Trial | None:
+        """A hypothesis with the value that leaves the least difference; None: it has none here."""
+
+        def left(value):
+            computation = hypothesis.edit(self.own, layers, value)
+            return None if computation is None else self.left(computation, segment, x)
+
+        values = grid or hypothesis.grid or (hypothesis.neutral,)
+        found = [(left(value), value) for value in values]
+        found = [pair for pair in found if pair[0] is not None]
+        if not found:
+            return None
+        best, value = min(found)
+        if len(hypothesis.grid) > 1 and not grid:
+            best, value = self._fitted(hypothesis, segment, x, layers, best, value)
+        return _Trial(hypothesis, layers, value, best)
+
+    def _fitted(self, hypothesis, segment, x, layers, best, value) -> tuple[float, float]:
+        """Gauss-Newton steps from the best value of the grid, then the nearest simple number."""
+        rows = self.rows(segment)
+        norms = None if segment.last > self.config.num_layers else self.norms[segment.last]
+
+        def vector(point):
+            number = float(np.exp(point)) if hypothesis.logarithmic else point
+            computation = hypothesis.edit(self.own, layers, number) or self.own
+            found = np.asarray(self.computed(computation, segment, x), np.float64)
+            found = found - self.given(segment)
+            if norms is not None:
+                found = found / norms[:, :, None]
+            return found[rows].ravel()
+
+        point = float(np.log(value)) if hypothesis.logarithmic else value
+        length = 0.5 if hypothesis.logarithmic else 0.05
+        for _ in range(STEPS):
+            here = vector(point)
+            slope = (vector(point + length) - here) / length
+            size = slope @ slope
+            if not np.isfinite(size) or size == 0.0:
+                break
+            step = float(np.clip(-(slope @ here) / size, -1.0, 1.0))
+            there = vector(point + step)
+            if not there @ there < here @ here:
+                length /= 8
+                continue
+            point, length = point + step, min(max(abs(step) / 4, 1e-3), length)
+        number = float(np.exp(point)) if hypothesis.logarithmic else point
+
+        def left(number):
+            return self.left(hypothesis.edit(self.own, layers, number) or self.own, segment, x)
+
+        best, value = min((best, value), (left(number), number))
+        for digits in (1, 2, 3, 4):
+            simple = (
+                float(f"{value:.{digits}g}")
+                if abs(value) > 1e-3
+                else (0.0 if not hypothesis.logarithmic else float(f"{value:.{digits}g}"))
+            )
+            if simple == value or (hypothesis.logarithmic and simple <= 0):
+                continue
+            again = left(simple)
+            if again <= max(1.02 * best, 0.5 * self.noise(segment, x)):
+                return again, simple
+        return best, value
+
+    def _finding(self, entries: Sequence[tuple[_Trial, float]], equal: Sequence[_Trial]) -> Finding:
+        """The finding of trials of one hypothesis in several segments.
+
+        Of hypotheses that are equal in effect, a change of the pass is likelier in all layers, and
+        one of a tensor in some of them.
+        """
+        trial = entries[0][0]
+        layers = tuple(sorted({layer for each, _ in entries for layer in each.layers}))
+        is_whole = 1 < len(layers) == self.config.num_layers
+        others = sorted(
+            (each for each in (trial, *equal) if each.hypothesis.of_layers),
+            key=lambda each: (bool(each.hypothesis.tensors) == is_whole, each.hypothesis.cost),
+        )
+        if trial.hypothesis.of_layers and equal:
+            trial, *equal = others
+        hypothesis, value = trial.hypothesis, trial.value
+        kind, what = hypothesis.kind, hypothesis.what
+        shown = value if hypothesis.grid else None
+        if kind == "tensor_scaled" and value == 0.0:
+            kind, shown = "tensor_missing", None
+        if kind in ("stale", "stale_cache"):
+            shown = None
+        if kind == "window" and value > 1e5:
+            shown = "unlimited"
+        if kind in ("layer_order", "tensor_of_other_layer", "ids_shifted", "positions"):
+            shown = shown if shown is None else str(round(shown))
+        if kind == "adapter":
+            what = what.partition("|")[0]
+        names = tuple(dict.fromkeys(_name(other) for other in equal))
+        names = tuple(name for name in names if name != _name(trial))[:6]
+        explained = min(1.0, *(share for _, share in entries))
+        return Finding(kind, what, layers if hypothesis.of_layers else (), shown, explained, names)
+
+    def _by_elimination(self, segment: Segment) -> Finding:
+        """What differs where no hypothesis explains it."""
+        count = self.config.num_layers
+        if segment.last == 0:
+            rows = self.rows(segment)
+            found = self.differences(
+                segment, self.computed(self.own, segment, None), self.given(segment)
+            )
+            limit = self.limit * self.noise(segment, None)
+            ids = sorted(set(self.observation.ids[rows & (found > limit)].tolist()))
+            shown = ", ".join(map(str, ids[:5])) + (" and more" if len(ids) > 5 else "")
+            return Finding("embedding", "differs", (), "", 1.0, (), f"at token ids {shown}")
+        if segment.first == count:
+            return Finding("head", "is another one", (), None, 1.0)
+        return Finding("unknown", "", self._decoder_layers(segment), None, 0.0)
+
+    def _freed(self, segment: Segment, x, whole: float, rounding: float) -> Finding | None:
+        """The tensor of a layer whose fit to half of the tokens explains the other half best."""
+        layers = self._decoder_layers(segment)
+        if len(layers) != 1 or segment.last > self.config.num_layers or segment.first < 0:
+            return None
+        (index,), rows = layers, self.rows(segment)
+        halves = np.zeros_like(rows)
+        halves[:, ::2] = True
+        found: list[tuple[float, str, Array]] = []
+        for name, tensor in self.own.layers[index].tensors().items():
+            possible = Hypothesis("tensor", name, None, True, tensors=(name,))
+            if tensor.size > MOST_FREE or not self._is_possible(possible, (index,)):
+                continue
+            fitted = self._fitted_tensor(segment, x, index, name, rows & halves)
+            layer = self.own.layers[index].with_tensors({name: fitted})
+            computed = self.computed(self.own.with_layer(index, layer), segment, x)
+            left = _rms(self.differences(segment, computed, self.given(segment))[rows & ~halves])
+            # Few numbers that explain as much as many are the better explanation.
+            found.append((left * (1.0 if tensor.ndim > 1 else 0.8), name, fitted))
+        if not found:
+            return None
+        left, name, fitted = min(found, key=lambda each: each[0])
+        explained = _share(left, whole, rounding)
+        if not explained > 0.75:
+            return None
+        tensor = np.asarray(self.own.layers[index].tensors()[name])
+        detail = _change(self.config, name, tensor, np.asarray(fitted))
+        return Finding("tensor", name.replace("/", " "), (index,), None, explained, (), detail)
+
+    def _fitted_tensor(self, segment, x, index, name, rows) -> Array:
+        """Least squares of the relative differences at some tokens, by Gauss-Newton."""
+        norms = self.norms[segment.last][:, :, None]
+        weight = jnp.asarray(np.where(rows[:, :, None], 1.0 / norms, 0.0), jnp.float32)
+        target = jnp.asarray(np.nan_to_num(self.given(segment)))
+        layer, final = self.exact.layers[index], None
+        if segment.last == self.config.num_layers:
+            final = self.exact.final_scale, self.exact.final_epsilon
+        tensor, inputs = layer.tensors()[name], (jnp.asarray(x), target, weight)
+        for _ in range(FREE_STEPS):
+            moved, before, after = _tensor_step(
+                layer.how, name, layer._replace(how=None), tensor, *inputs, final
+            )
+            if not after < before:
+                break
+            tensor = moved
+            if after > 0.9 * before:
+                break
+        return tensor
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _tensor_step(how, name, layer, tensor, x, target, weight, final):
+    """A Gauss-Newton step of a tensor, and the sum of squares before and after it."""
+
+    def error(tensor):
+        y = layer.with_tensors({name: tensor})._replace(how=how)(x)
+        if final is not None:
+            y = normed(y, *final, how.offset_norms, how.dtype)
+        return (y - target) * weight
+
+    here, forward = jax.linearize(error, tensor)
+    backward = jax.linear_transpose(forward, tensor)
+    gradient = backward(here)[0]
+    step, _ = jax.scipy.sparse.linalg.cg(
+        lambda step: backward(forward(step))[0], -gradient, maxiter=NUM_DIRECTIONS
+    )
+    steps = jnp.stack([tensor + share * step for share in (1.0, 0.5, 0.2, 0.05)])
+    left = jax.lax.map(lambda moved: jnp.sum(error(moved) ** 2), steps)
+    best = jnp.argmin(left)
+    return steps[best], jnp.sum(here**2), left[best]
+
+
+def _together(chosen: Sequence[Hypothesis]):
+    """The edit of several hypotheses, one after the other."""
+
+    def edit(computation, layers, value):
+        for each in chosen:
+            computation = each.edit(computation, layers, value) or computation
+        return computation
+
+    return edit
+
+
+def _share(left: float, whole: float, rounding: float) -> float:
+    """The share of a difference that is explained, without its rounding."""
+    if not np.isfinite(left):
+        return 0.0
+    return 1.0 - min(max(left**2 - rounding**2, 0.0) / max(whole**2 - rounding**2, 1e-30), 1.0)
+
+
+def _name(trial: _Trial) -> str:
+    what = trial.hypothesis.what.partition("|")[0] or trial.hypothesis.kind.replace("_", " ")
+    return f"{what} ({number(trial.value)})" if trial.hypothesis.grid else what
+
+
+def _change(config, name: str, tensor: np.ndarray, fitted: np.ndarray) -> str:
+    """Which part of a tensor differs, and how."""
+    change = fitted - tensor
+    size = float(np.sum(change**2))
+    if not size:
+        return ""
+    parts = [f"relative change {np.linalg.norm(change) / np.linalg.norm(tensor):.2g}"]
+    module = name.split("/")[0]
+    axis = {"query": -1, "key": -1, "value": -1, "output": 0}.get(module)
+    if axis is not None and change.shape[axis] % config.head_dim == 0:
+        blocks = np.moveaxis(change, axis, 0).reshape(-1, config.head_dim, *_others(change, axis))
+        of_heads = np.sum(blocks**2, axis=tuple(range(1, blocks.ndim))) / size
+        order = np.argsort(of_heads)[::-1]
+        few = order[: max(len(order) // 2, 1)]
+        count = int(np.searchsorted(np.cumsum(of_heads[order]), 0.9)) + 1
+        if len(order) > 1 and count <= len(few):
+            parts.append(f"in heads {', '.join(map(str, sorted(order[:count].tolist())))}")
+    flat = np.sort(np.abs(change).ravel() ** 2)[::-1]
+    if flat[0] > 0.8 * size:
+        place = np.unravel_index(np.argmax(np.abs(change)), change.shape)
+        parts.append(f"in the one entry {tuple(int(i) for i in place)}")
+    return ", ".join(parts)
+
+
+def _others(array: np.ndarray, axis: int) -> tuple[int, ...]:
+    return tuple(np.moveaxis(array, axis, 0).shape[1:])
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0
