@@ -4,7 +4,7 @@
     python -m launch.prepare_model --name=smollm2-135m --output=runs/models/smollm2
     python -m launch.train --config=configs/smollm2.py --workdir=runs/smollm2
 
-Hardware: 2 CPU cores, about 5 GiB. Expected: 8 to 10 minutes, a step in 11 to 20 s;
+Hardware: 2 CPU cores, about 4.5 GiB. Expected: 6 to 10 minutes, a step in 8 to 20 s;
 `eval/sums/greedy_accuracy` of 64 held-out problems as in docs/data.md#procedural-problems.
 """
 

@@ -1,4 +1,4 @@
-"""Tests run on CPU with 8 devices. Rank promotion is an error. Array annotations are checked."""
+"""Tests run on CPU with 8 devices. Rank promotion is an error. See CHECK_ANNOTATIONS below."""
 
 import ctypes
 import gc
@@ -31,9 +31,9 @@ import hypothesis
 import jaxtyping
 import pytest
 
-# The checks take 0.4 of the time. One suite with them is enough,
-# so .ci/run switches them off after it.
-if os.environ.get("CHECK_ANNOTATIONS", "1") == "1":
+# With the checks of array annotations, a suite takes more than twice as long. In .ci/run, one stage
+# has them.
+if os.environ.get("CHECK_ANNOTATIONS") == "1":
     checked = jaxtyping.jaxtyped
 
     def check_arrays(*, typechecker):

@@ -118,6 +118,7 @@ def test_numbers_are_those_of_transformers(inputs, undisturbed):
         np.testing.assert_allclose(prefill, both[: len(prompt)], atol=5e-5)
 
 
+@pytest.mark.soak
 def test_a_generation_that_is_killed_and_stopped_has_the_same_files(inputs, undisturbed, tmp_path):
     output = tmp_path / "out"
     arguments = command(inputs, output, *EVERYTHING)

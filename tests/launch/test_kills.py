@@ -23,7 +23,7 @@ MARK = "SEMRL_TEST_KILLS"  # in the environment of a run and of all processes th
 
 # "phase:call" and the maximum delay of the kill in seconds, see tests/launch/killed.py. "step:N"
 # kills from outside, at most this delay after the line of step N, or of a later one if the run
-# resumes there; N = 0 means the process start.
+# resumes there; N = 0 means the process start. "term:N" is a SIGTERM in place of a kill.
 CHAINS = {
     "first_steps": ["generate:2 0.1", "update:1 0.05", "save:2 0.05"],
     "log": ["rollouts:2 0.02", "row:1 0.01", "cut_log:1 0.01", "report:1 0.5"],
@@ -36,7 +36,12 @@ SPARSE = ["update:4 0.05", "generate:1 0.1", "row:2 0.01", "save:1 0.1"]
 EXTERNAL = ["generate:2 0.1", "sync_weights:2 0.02", "update:2 0.05", "step:2 0.4"]
 AHEAD_FLAGS = ("--config.rollout.max_staleness=2", "--config.rollout.in_flight=keep")
 AHEAD = ["part:6 0.1", "offer:2 0.02"]  # FEW has the kill while a checkpoint is sealed
-FEW = ["update:2 0.05", "save:1 0.05", "seal:1 0.1"]  # AHEAD has the one while sampling
+FEW = [
+    "update:2 0.05",
+    "term:2 0.05",
+    "save:1 0.05",
+    "seal:1 0.1",
+]  # AHEAD has the one while sampling
 
 
 def arguments(workdir, flags=()) -> list[str]:
@@ -82,25 +87,30 @@ def processes(mark: str) -> list[str]:
 
 
 def kill_once(kill: str, workdir, flags, random, mark: str) -> str:
-    """Starts the run, kills it and waits until all its processes have ended; returns its output."""
+    """Starts the run, ends it and waits until all its processes have ended; returns its output."""
     phase, within_s = kill.split()
     delay_s = random.uniform(0, float(within_s))
+    asks = phase.startswith("term:")
     seen = ""
-    if phase.startswith("step:"):
+    if asks or phase.startswith("step:"):
         process = start("launch.train", *arguments(workdir, flags), env=environment(mark))
-        if step := int(phase.removeprefix("step:")):
+        if step := int(phase.partition(":")[2]):
             for line in process.stdout:
                 seen += line
                 found = re.match(r"step +(\d+)/", line)
                 if found and int(found[1]) >= step:  # a resumed run may begin later
                     break
         time.sleep(delay_s)
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(signal.SIGTERM if asks else signal.SIGKILL)
     else:
         armed = (f"{phase}:{delay_s:.4f}", *arguments(workdir, flags))
         process = start("tests.launch.killed", *armed, env=environment(mark))
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == -signal.SIGKILL, (kill, process.returncode, out, err)
+    out, err = process.communicate(timeout=30 if asks else 300)
+    code = 75 if asks else -signal.SIGKILL
+    assert process.returncode == code, (kill, process.returncode, out, err)
+    if asks:
+        assert "the same command resumes" in out
+        assert "<html" in (workdir / "report.html").read_text()[:500]
     assert_no_orphans(mark)
     return seen + out
 
@@ -162,7 +172,7 @@ def test_a_replica_that_survives_its_trainers_samples_the_same(uninterrupted, tm
 
 
 @pytest.mark.slow
-def test_three_kills(uninterrupted, tmp_path):
+def test_three_kills_and_a_signal(uninterrupted, tmp_path):
     run_chain(uninterrupted, tmp_path / "run", FEW, seed=12)
 
 

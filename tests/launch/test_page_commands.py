@@ -70,7 +70,7 @@ def run(home, words) -> str:
     return f"exit code {done.returncode}\n{done.stdout}{done.stderr}" if wrong else ""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_commands_of_the_pages_run(home):
     problems, ran, kept = [], set(), set(home.rglob("*"))
     for page in check_commands.pages():

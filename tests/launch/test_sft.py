@@ -86,6 +86,7 @@ def test_the_log_and_the_model(files, uninterrupted):
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
 
 
+@pytest.mark.soak
 @slow
 def test_signals_and_kills_change_nothing(files, uninterrupted, tmp_path):
     command = arguments(files, tmp_path / "run")

@@ -3,11 +3,9 @@
 import pathlib
 import shutil
 import signal
-import time
 
 import pytest
 
-from tests.launch.comparison import assert_same_run
 from tests.launch.conftest import TINY, read_until, run, start
 
 NUM_STEPS = 6
@@ -33,21 +31,6 @@ def warmed(uninterrupted, tmp_path) -> pathlib.Path:
     shutil.copytree(uninterrupted / "warm_start", workdir / "warm_start")
     shutil.copy(uninterrupted / "config.json", workdir)
     return workdir
-
-
-def test_sigterm_saves_and_the_same_command_continues(uninterrupted, warmed):
-    process = start("launch.train", f"--config={TINY}", f"--workdir={warmed}")
-    read_until(process, "step    2/6")
-    asked = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
-    assert time.monotonic() - asked < 30
-    assert "the same command resumes" in out
-    assert "<html" in (warmed / "report.html").read_text()[:500]
-    result = train(warmed)
-    assert result.returncode == 0 and "resumed" in result.stdout
-    assert_same_run(warmed, uninterrupted, NUM_STEPS)
 
 
 def test_sigterm_ends_a_wait_for_a_replica(tmp_path):

@@ -27,9 +27,10 @@ SLOW = [
 
 
 def assert_close(actual, expected):
-    """Within 5e-5; where values exceed 5, as of Gemma, within 1e-5 of the largest."""
-    largest = max(5.0, np.abs(expected).max())
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * largest)
+    """Within 5e-5; where values exceed 5, as of Gemma, within 1.5e-5 of the largest."""
+    largest = np.abs(expected).max()
+    atol = 5e-5 if largest < 5.0 else 1.5e-5 * largest  # 1.03e-5 is seen on one processor
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
 
 
 PLAIN = [("qwen2", True), ("qwen2", False)]

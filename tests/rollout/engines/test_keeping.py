@@ -106,7 +106,14 @@ def test_penalties_count_the_turns_before_as_the_prompt(policy, params, prefille
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3_text", pytest.param("qwen3_moe", marks=pytest.mark.soak)]
+    "family",
+    [
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("qwen3", "gemma3_text", "qwen3_moe")
+        ),
+    ],
 )
 def test_turns_of_families_have_the_numbers_of_the_full_pass(family, prefilled):
     """Layers with a window of 8 and without, where the family has them."""
