@@ -18,8 +18,8 @@ DIRECTORY = pathlib.Path(os.environ["SEMRL_TEST_DIRECTORY"])
 class ObservedExtension(RolloutExtension):
     """The plugin's extension, with records of its requests."""
 
-    def semrl_install(self, path, shape):
-        answer = super().semrl_install(path, shape)
+    def semrl_install(self, *given):
+        answer = super().semrl_install(*given)
         runner = self.model_runner
         execute_model, reload_weights = runner.execute_model, runner.reload_weights
 
