@@ -162,7 +162,7 @@ class VllmEngine(Engine):
         with self._timed("self-check"):
             self._pool = RowPool(self._pool_shape)
             inner = self._model.num_layers * self._settings.inner_states
-            args = self._pool.path, dataclasses.asdict(self._pool_shape), inner
+            args = self._pool.path, dataclasses.asdict(self._pool_shape), *[inner] * bool(inner)
             (worker, *_) = await self._llm.collective_rpc("semrl_install", args=args)
             expected = {"width": self._model.hidden_size, "dtype": self._settings.dtype}
             if any(worker[name] != value for name, value in expected.items()):
