@@ -448,7 +448,8 @@ class VllmEngine(Engine):
         planes = {}
         for kind, rows in found.rows.items():
             states = self._as_states(rows, hidden_states.dtype)
-            states = states.reshape(len(states), -1, self._model.hidden_size)  # final ones are last
+            count = 1 + self._model.num_layers * self._settings.inner_states  # final ones are last
+            states = states.reshape(len(states), count, self._model.hidden_size)
             final = -1, self._model.num_layers
             places = [-1 if layer in final else layer for layer in hidden_states.layers]
             planes[kind] = states[:, places]

@@ -150,8 +150,9 @@ class RolloutExtension:
         if not tokens:
             return None
         chosen = torch.from_numpy(np.concatenate(tokens)).to(self.device)
-        states = [self.semrl_inputs[layer] for layer in sorted(self.semrl_inputs)]
-        states = torch.cat([x[chosen] for x in (*states, state.hidden_states)], dim=1)
+        states = state.hidden_states[chosen]
+        if inner := self.semrl_inputs:
+            states = torch.cat([*(inner[layer][chosen] for layer in sorted(inner)), states], dim=1)
         return _Rows(states, torch.from_numpy(np.concatenate(places)))
 
     def semrl_load_weights(self, path: str, tensors: list[list]) -> None:
