@@ -130,7 +130,7 @@ THOROUGH = [
     Case("view --policy={home}/run --steps=0,2 --limit=1 --stride=4 --output={home}/steps.html"),
     Case(
         "view --policy={home}/run --samples={home}/generated/responses.parquet --show=all "
-        "--verdicts=any --seed=1 --problem='problems 0' --output={home}/view.html"
+        "--verdicts=any,any,any --seed=1 --problem='problems 0' --output={home}/view.html"
     ),
     Case(
         "score --samples={home}/answers.jsonl --verifier=math --output={home}/graded.jsonl "

@@ -85,6 +85,6 @@ def test_commands_of_the_pages_run(home):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert not problems, "\n\n".join(problems)
     assert {line.split()[2].removeprefix("launch.") for line in ran} == {
-        "analyze", "chat", "convert", "env", "evaluate", "generate", "problems", "random_model",
-        "replay", "report", "score", "train", "view",
+        "analyze", "chat", "convert", "env", "evaluate", "generate", "mismatch", "problems",
+        "random_model", "replay", "report", "score", "train", "view",
     }  # fmt: skip
