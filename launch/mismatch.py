@@ -64,7 +64,7 @@ def main() -> int:
     if samples is not None and not samples.exists():
         raise UserError(f"--samples={samples} does not exist; name a file of responses.")
     from semrl_jax.jobs import mismatch  # here: mistakes and --help need no JAX
-    from semrl_jax.runs import policies  # here: mistakes and --help need no JAX
+    from semrl_jax.runs import policies
 
     file = cli.output_file("output", output)
     (source,) = policies.find_policies(POLICY.value, None)

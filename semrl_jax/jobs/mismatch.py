@@ -23,6 +23,7 @@ from semrl_jax.analysis.mismatch import (
     Observed,
     diagnose,
     observe_rollouts,
+    segments_of,
 )
 from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.models.of_config import build_policy
@@ -110,10 +111,13 @@ def compare(
     given = jax.tree.map(lambda x: x.astype(weight_dtype(config)).astype("float32"), params)
     maps, records, all_healthy = [], [], True
     for name, observation in found:
-        diagnosis = diagnose(
-            policy.config, given, observation, dtype=dtype, earlier=earlier,
-            temperature=temperature, quantized=bool(config.rollout.vllm_quantization),
-        )  # fmt: skip
+        parts = segments_of(policy.config, observation)
+        with reporter.bar(f"compare {name}", len(parts), "parts") as bar:
+            diagnosis = diagnose(
+                policy.config, given, observation, dtype=dtype, earlier=earlier,
+                temperature=temperature, quantized=bool(config.rollout.vllm_quantization),
+                advance=bar.advance, status=bar.status,
+            )  # fmt: skip
         all_healthy &= diagnosis.is_healthy
         reporter.notice(f"{name}: {diagnosis.sentence}")
         maps.append(engine_map(name, observation, diagnosis, policy.config.num_layers, tokenizer))

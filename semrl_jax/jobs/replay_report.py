@@ -60,6 +60,9 @@ def replay(
     reporter, compared = Reporter(), Compared()
     if len(runs) == 2:
         answer = _two_runs(runs, begin, end, compared)
+        if answer.finding is not None:
+            for note in answer.remarks:
+                reporter.notice(note)
     else:
         first, begin, end = chosen_steps(runs[0], begin, end)
         asked = Replay(runs[0], first, end, recorded=recorded)
@@ -73,6 +76,7 @@ def replay(
                 f"the first revision with other numbers is {found.revision[:12]}, "
                 f'"{found.subject}" ({found.tried} revisions were run)'
             )
+            reporter.notice(notes[-1])
             answer = Answer(found.finding, (revisions[0], found.revision[:12]), steps, notes)
         elif bisect:
             found = against_unchanged(asked, begin, change, compared)
@@ -81,7 +85,7 @@ def replay(
             found = against_record(asked, begin, change, compared)
             again = "recorded responses" if recorded else "sampled again"
             answer = Answer(found, ("as recorded", str(change) or again), steps, notes)
-    return _told(answer, runs, output, compared, reporter)
+    return _told(answer, runs[0], output, compared, reporter)
 
 
 def _two_runs(
@@ -98,7 +102,7 @@ def _two_runs(
 
 def _told(
     answer: Answer,
-    runs: Sequence[pathlib.Path],
+    run: pathlib.Path,
     output: pathlib.Path,
     compared: Compared,
     reporter: Reporter,
@@ -107,11 +111,8 @@ def _told(
     if answer.finding is None:
         reporter.notice(f"no difference in {answer.steps} (compared: {what})")
         return EXIT_SAME
-    for note in answer.remarks:
-        if len(runs) == 2 or note.startswith("the first revision"):
-            reporter.notice(note)
     reporter.notice(str(answer.finding.first))
-    write_page(output, answer, runs[0], what)
+    write_page(output, answer, run, what)
     reporter.notice(f"page: {output}")
     return EXIT_DIFFERENT
 

@@ -173,7 +173,7 @@ def _also(name: str, place: tuple, left: pa.Table, right: pa.Table) -> str:
     if any("old_logprobs" not in table.column_names for table in tables):
         return ""
     same = _same(*(table["old_logprobs"].to_pylist() for table in tables))
-    return f"of the engine; those of the trainer {'are equal' if same else 'differ too'}"
+    return f"the trainer's log-probabilities {'are equal' if same else 'differ too'}"
 
 
 def _weights_of(table: pa.Table, row: int) -> list[int]:

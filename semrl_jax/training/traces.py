@@ -71,7 +71,7 @@ def traced(
 
 
 def parameter_sums(state: TrainState) -> Sums:
-    """Sums of the trained parameters, whose names begin with that of their model."""
+    """Checksum and norm of each trained parameter, by names such as policy/final_norm/scale."""
     found = {POLICY: state.params}
     if state.critic is not None:
         found["critic"] = state.critic.params

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -188,6 +188,8 @@ def diagnose(
     differing: Sequence[str] | None = None,
     quantized: bool = False,
     temperature: float = 1.0,
+    advance: Callable[[], None] = lambda: None,
+    status: Callable[[str], None] = lambda text: None,
 ) -> Diagnosis:
     """Compares what an engine gave with the trainer's pass, and names the cause.
 
@@ -199,15 +201,29 @@ def diagnose(
         `<layer>/<module>/<leaf>`; None: nobody asked the engine.
       quantized: whether the engine is meant to round the kernels of its layers.
       temperature: of the engine's log-probabilities.
+      advance: called when a part of `segments_of` has been compared.
+      status: called with a text before the cause of a part is searched, which takes longer.
     """
-    search = _Search(config, params, observation, dtype, earlier or {}, differing, temperature)
+    given = config, params, observation, dtype, earlier or {}, differing, temperature
+    search = _Search(*given, advance, status)
     if quantized:
         search.quantize()
     return search.diagnosis()
 
 
+def segments_of(config: models.DecoderConfig, observation: Observation) -> tuple[Segment, ...]:
+    """The parts of the pass, between the states that the engine gave."""
+    known = [layer for layer in sorted(observation.states) if layer <= config.num_layers]
+    has_logprobs = bool(np.isfinite(observation.logprobs).any())
+    ends = [-1, *known, *[config.num_layers + 1] * has_logprobs]
+    return tuple(Segment(a, b) for a, b in itertools.pairwise(ends))
+
+
 class _Search:
-    def __init__(self, config, params, observation, dtype, earlier, differing, temperature):
+    def __init__(
+        self, config, params, observation, dtype, earlier, differing, temperature, advance, status
+    ):
+        self.advance, self.status = advance, status
         self.config, self.observation, self.expected = config, observation, dtype
         params, earlier = jax.tree.map(jnp.asarray, (params, dict(earlier)))
         self.differing = differing
@@ -217,11 +233,7 @@ class _Search:
         self.exact = computation_of(config, params, *inputs)._replace(temperature=temperature)
         self.own = self.exact.in_dtype(self.dtype)
         self.coarse = self.exact.in_dtype("bfloat16")
-        count = config.num_layers
-        known = [layer for layer in sorted(observation.states) if layer <= count]
-        has_logprobs = bool(np.isfinite(observation.logprobs).any())
-        ends = [-1, *known, *([count + 1] if has_logprobs else [])]
-        self.segments = tuple(Segment(a, b) for a, b in itertools.pairwise(ends))
+        self.segments = segments_of(config, observation)
         self.reference = _all_states(self.exact)
         past = {
             name: _all_states(computation_of(config, each, *inputs))
@@ -326,6 +338,7 @@ class _Search:
             ratios.append(ratio if np.isfinite(ratio) else np.inf)
             if not ratios[-1] <= self.limit:
                 bad.append(segment)
+            self.advance()
         findings = list(self._dtype_finding())
         findings += self._explained(bad)
         states = {
@@ -355,6 +368,7 @@ class _Search:
         same: dict[tuple, list[_Trial]] = {}
         alone: dict[tuple, Finding] = {}
         for segment in bad:
+            self.status(f"searches the cause in {segment.name(self.config.num_layers)}")
             x = self.begin(segment)
             rounding, whole = self.noise(segment, x), self.left(self.own, segment, x)
             noise = self.limit * rounding
