@@ -6,9 +6,9 @@
 Every --vary multiplies the variants; --random=N draws N of the combinations; --variant adds one,
 "NAME: FIELD=VALUE FIELD=VALUE". All other flags --config.FIELD=VALUE hold for all runs. Every run
 is a launch.train in OUTPUT/VARIANT/seedN. The same command goes on after a kill, and may have more
-seeds or variants. At the end, and with --summarize from what is there: a table, sweep.csv, sweep.png and
-report.html in --output. Exit codes: 0 done, 1 a run has failed, 2 wrong setting (one line names
-it), 75 ended by a signal.
+seeds or variants. At the end, and with --summarize from what is there: a table, sweep.csv,
+sweep.png and report.html in --output. Exit codes: 0 done, 1 a run has failed, 2 wrong setting (one
+line names it), 75 ended by a signal.
 """
 
 import itertools

@@ -8,7 +8,7 @@ A bonus that is made of them differs from the paper's in nothing else:
 - `length`: tokens of the response that the policy sampled;
 - `shuffled_M` for each of ER, ERV, ERA: its values permuted over the responses of the step that
   have all three. A response gets all from one other, so their relation to each other stays;
-- `drawn_M`: each value drawn with replacement from those of the step, and each metric on its own.
+- `drawn_M`: each value drawn with replacement from all of the step, and each metric on its own.
 
 A response that lacks one of the three keeps what it has; the paper's shaping does not count it.
 Permutations and draws follow from the number of the step alone.

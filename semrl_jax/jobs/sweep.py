@@ -111,7 +111,8 @@ def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) ->
         pairs = [part.partition("=") for part in settings.split()]
         if any(not (field and sign) for field, sign, _ in pairs):
             raise UserError(
-                f"--variant={entry!r} must be FIELD=VALUE FIELD=VALUE, or empty, or begin with NAME:."
+                f"--variant={entry!r} must be FIELD=VALUE FIELD=VALUE, or empty, with or without "
+                "NAME: before it."
             )
         found.append(Variant(tuple((field, value) for field, _, value in pairs), name or ""))
     if any(field == "seed" for variant in found for field, _ in variant.settings):
