@@ -67,11 +67,14 @@ def read_record(file: pathlib.Path) -> StepRecord | None:
     try:
         columns = response_files.read(file, _NEEDED)
         facts = json.loads(ParquetFile(file).schema.metadata[_FACTS])
-        return StepRecord(facts.pop("step"), columns, facts)
+        record = StepRecord(facts.pop("step"), columns, facts)
     except UserError as error:
         raise UserError(f"{str(error).rstrip('.')}; {way}.") from None
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{file} is no record of a step; {way}.") from None
+    if file.name != file_of(file, record.step).name:
+        raise UserError(f"{file} is the record of step {record.step}; {way}.")
+    return record
 
 
 def columns_of(

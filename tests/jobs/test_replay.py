@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 
 import jax
@@ -276,6 +278,31 @@ def test_a_change_begins_at_its_step_without_a_checkpoint_of_it(run, tmp_path, c
     assert replay([few], 1, 3, page) == 0
 
 
+def test_steps_of_a_resumed_run_have_the_settings_of_their_attempt(tmp_path, capsys):
+    """Also those of a longer run, and those before a fork."""
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    other = {"training.num_steps": STEPS, "training.micro_batch_size": 2}
+    for fields in ({"training.num_steps": 2}, other):
+        made(run, **fields)
+    fork = {"training.resume_from": str(run / "checkpoints" / "3"), "training.num_steps": STEPS}
+    for each in (run, made(tmp_path / "fork", **fork)):
+        for recorded in (False, True):
+            assert replay([each], 0, None, page, recorded=recorded) == 0
+            out = capsys.readouterr().out
+            assert "no difference in steps 0 to 3 (compared: rows of 4, resp" in out
+    # The settings matter.
+    unchanged = replay([run], 2, None, page, changes={"training.micro_batch_size": 8})
+    assert unchanged == 1 and "step 2" in capsys.readouterr().out
+
+
+def test_a_signal_is_no_answer(run):
+    records = replayed(Replay(run, 1, STEPS - 1))
+    assert next(records).step == 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit, match="75"):
+        list(records)
+
+
 def test_two_runs_part_at_the_first_step_of_another_number(run, tmp_path, capsys):
     page = tmp_path / "page.html"
     plain = {"shaping.target": "none", "logging.replay_every": 0}
@@ -300,6 +327,12 @@ def test_what_cannot_be_replayed_is_one_line(run, tmp_path):
     refused("no field of the config", replay, [broken], 2, 3, page, changes={"shaping.x": 1})
     refused("shaping.target='x'", replay, [broken], 2, 3, page, changes={"shaping.target": "x"})
     refused("must be of type", replay, [broken], 2, 3, page, changes={"seed": "x"})
+    own = {"logging.replay_every": 0}
+    refused("a re-run has its own", replay, [broken], 2, 3, page, changes=own)
+    short = {"training.num_steps": 3}
+    refused("ended before step 3", replay, [broken], 2, 3, page, changes=short)
+    shutil.copy(file_of(run, 1), file_of(broken, 3))
+    refused("is the record of step 1", replay, [broken], 2, 3, page)
     file_of(broken, 3).unlink()
     refused("has no record of step 3", replay, [broken], 2, 3, page, recorded=True)
     file_of(broken, 2).write_bytes(file_of(broken, 2).read_bytes()[:100])
