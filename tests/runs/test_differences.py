@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from semrl_jax.metrics.measurements import Measurement, MetricKey
+from semrl_jax.models import array_sums
 from semrl_jax.runs.differences import (
     COLUMNS,
     STAGES,
@@ -25,7 +26,6 @@ from semrl_jax.sampling.recorded import (
 )
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.response_files import COLUMNS as ALL_COLUMNS
-from semrl_jax.training.checksums import array_sums
 from semrl_jax.training.traces import on_host
 from tests.cases import refused
 from tests.fixtures import make_scored
