@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -239,5 +239,5 @@ def known(records: Sequence[StepRecord]) -> str:
         "gradients": lambda record: "gradients" in record.facts,
         "weights": lambda record: "after" in record.facts or "before" in record.facts,
     }
-    steps = {name: {record.step for record in records if has(record)} for name, has in kinds.items()}
+    steps = {name: {r.step for r in records if has(r)} for name, has in kinds.items()}
     return ", ".join(f"{name} of {len(of)} steps" for name, of in steps.items() if of)

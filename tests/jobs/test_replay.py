@@ -252,7 +252,8 @@ def test_weights_of_another_policy_differ_from_the_start(run, tmp_path):
 def test_the_command_tells_and_writes_a_page(run, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert replay([run], 1, None, page) == 0
-    assert "no difference in steps 1 to 3 (compared: rows of 3 steps, resp" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no difference in steps 1 to 3 (compared: rows of 3 steps, resp" in out
     assert not page.exists()
     changes = {"rollout.temperature": 0.5}
     assert replay([run], 1, None, page, changes=changes) == 1
@@ -465,4 +466,5 @@ def test_two_processes_replay_as_two_processes(tmp_path):
     )  # fmt: skip
     for flags in ((), ("--recorded",)):
         done = succeed("launch.replay", run, "--from=1", f"--output={page}", *flags, timeout=300)
-        assert "no difference in steps 1 to 2 (compared: rows of 2 steps, responses of 2 steps" in done.stdout
+        what = "(compared: rows of 2 steps, responses of 2 steps"
+        assert f"no difference in steps 1 to 2 {what}" in done.stdout
