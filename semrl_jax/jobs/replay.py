@@ -61,6 +61,7 @@ OF_REPLAYS: Mapping[str, Any] = {
     "distributed.process_id": -1,
 }
 OF_NO_NUMBER = ("logging.", "evaluation.", "checkpoints.", "profile.", "distributed.")
+OF_SAMPLING = ("rollout.", "data.", "environment.")
 # Sections whose settings decide what inputs.json has the hashes of.
 OF_INPUTS = ("seed", "data", "model", "critic", "rewards", "lora", "rollout", "environment")
 
@@ -87,8 +88,17 @@ class Replay(NamedTuple):
                 f"{self.run} has a setting that this version lacks ({str(error).strip():.200}); "
                 "name a checkout of its version with --code."
             ) from None
-        config.update_from_flattened_dict(settings_at(self.run, self.first))
+        own = settings_at(self.run, self.first).items()
+        config.update_from_flattened_dict(
+            {name: tuple(value) if isinstance(value, list) else value for name, value in own}
+        )
         if self.recorded:
+            for field in self.changes:
+                if field.startswith(OF_SAMPLING):
+                    raise UserError(
+                        f"--set={field} is of the sampling, whose responses --recorded takes from "
+                        "the records; leave one of them out."
+                    )
             fields = {"recorded": str(self.run.absolute()), "engine": "jax", "addresses": ()}
             fields |= {"addresses_file": "", "jax_processes": 0, "vllm_quantization": ""}
             config.rollout.update(fields)
@@ -127,7 +137,7 @@ def set_fields(config: ml_collections.ConfigDict, fields: Mapping[str, Any]) -> 
     for field, value in fields.items():
         if field not in known:
             raise UserError(f"--set={field}: {unknown_field(config, field)}")
-        if field in OF_REPLAYS or field == "rollout.recorded":
+        if field in OF_REPLAYS or field in ("rollout.recorded", "training.resume_from"):
             raise UserError(f"--set={field}: a re-run has its own value of it; leave it out.")
         try:
             config.update_from_flattened_dict({field: value})
@@ -166,13 +176,7 @@ def chosen_steps(run: pathlib.Path, begin: int | None, end: int | None) -> tuple
             f"--from={begin} --to={end}: {run} has steps {steps.rows[0]} to {steps.rows[-1]}; "
             "name steps of it, the first one first."
         )
-    found = [step for step in usable if step <= begin]
-    if not found and begin:
-        raise UserError(
-            f"{run} has no checkpoint at or before step {begin} (it has "
-            f"{list(steps.checkpoints)}); name a later --from, or 0, where the run began."
-        )
-    return (found[-1] if found else 0), begin, end
+    return max([0, *(step for step in usable if step <= begin)]), begin, end
 
 
 def remarks(run: pathlib.Path) -> list[str]:
@@ -213,8 +217,7 @@ def _changed_setting(line: str) -> tuple[str, Any]:
     for arrow in re.finditer(" -> ", values):  # a text may have one, too
         with contextlib.suppress(SyntaxError, ValueError):
             ast.literal_eval(values[: arrow.start()])
-            value = ast.literal_eval(values[arrow.end() :])
-            return field, tuple(value) if isinstance(value, list) else value
+            return field, ast.literal_eval(values[arrow.end() :])
     raise UserError(f"starts.jsonl has the line {line!r:.200}, which names no two values.")
 
 
@@ -297,16 +300,19 @@ def _with_weights(state: TrainState, opened: OpenRun, replay: Replay) -> TrainSt
             f"--weights={path} replaces float32 parameters, but {replay.run} trains "
             f"{'adapters' if learner.lora else learner.optimizer.param_dtype}; leave it out."
         )
+    given = pathlib.Path(path)
     with tempfile.TemporaryDirectory() as directory:
-        if pathlib.Path(path).is_file():  # a safetensors file with the tensors of the model
-            model, file = pathlib.Path(directory), pathlib.Path(path).absolute()
-            (model / "model.safetensors").symlink_to(file)
+        model = pathlib.Path(directory)
+        file = model / "model.safetensors"
+        if given.is_file():  # a safetensors file with the tensors of the model
+            file.symlink_to(given.absolute())
             for other in model_of(replay.run).iterdir():
                 if other.is_file() and not other.name.startswith("model"):
                     (model / other.name).symlink_to(other.absolute())
             path = directory
-        (source,) = find_policies(path, None, "--weights")
-        found = source.params(learner.policy, learner.mesh)
+        with named(given, model), named(given, file):
+            (source,) = find_policies(path, None, "--weights")
+            found = source.params(learner.policy, learner.mesh)
     put = lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding)  # noqa: E731
     return state._replace(params=jax.tree.map(put, found, state.params))
 
