@@ -36,3 +36,8 @@ def raises(response, reference):
 def by_row(response, reference, row):
     """A score from the row of the problem, and one that differs between responses."""
     return {"score": row["bonus"] + float(len(response) % 7), "correct": row["solvable"]}
+
+
+def by_sign(response, reference):
+    """A reward below 0 for about half of the responses of an untrained policy."""
+    return {"score": 1.0 if len(response) % 2 else -1.0, "correct": bool(len(response) % 2)}

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from configs.default import get_config
@@ -78,6 +79,7 @@ class Needs(NamedTuple):
     early_old_logprobs: bool = False
     early_reference: bool = False
     turn_rewards: bool = False  # at the last token of each turn, see `placed_rewards`
+    positive_rewards: bool = False  # a reward below 0 ends the run
 
 
 class Passes(NamedTuple):
@@ -86,6 +88,12 @@ class Passes(NamedTuple):
     old_logprobs: Float[Array, "B T"] | None = None  # nats
     ref_logprobs: Float[Array, "B T"] | None = None
     values: Float[Array, "B T"] | None = None  # before each token, in the unit of the rewards
+
+
+class NegativeReward(UserError):
+    """A reward that the algorithm cannot use."""
+
+    agreed = True  # every process has the same rewards, so every process raises it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +106,15 @@ class Algorithm:
     @property
     def needs(self) -> Needs:
         return self.module.needs(self.options)
+
+    def check_rewards(self, rewards: Float[np.ndarray, "P G"]) -> None:
+        """UserError for a reward below 0 if these have no meaning for the algorithm."""
+        if self.needs.positive_rewards and rewards.min() < 0:
+            raise NegativeReward(
+                f"a response has the reward {rewards.min():g}, but algorithms.name="
+                f"{self.module.__name__.rpartition('.')[2]!r} is for rewards of at least 0; change "
+                "the rewards, or choose another algorithm."
+            )
 
     def advantages(
         self,

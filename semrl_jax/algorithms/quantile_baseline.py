@@ -41,7 +41,8 @@ class Options(Objective):
 @each_turn
 def advantages(rewards, lengths, options):
     def place(size):
-        return max(math.ceil(options.quantile * size) - 1, 0)
+        # Rounded: 0.28 * 25 is 7.000000000000001.
+        return max(math.ceil(round(options.quantile * size, 9)) - 1, 0)
 
     present = rewards if lengths is None else jnp.where(lengths > 0, rewards, jnp.inf)
     index = jnp.reshape(by_size(place, rewards, lengths), (-1, 1))

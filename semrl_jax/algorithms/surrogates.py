@@ -151,7 +151,8 @@ def opmd(tokens: Tokens, bounds: Bounds) -> Terms:
     The sum over the tokens of a response is its policy gradient and half the squared log-ratio of
     the whole response: online mirror descent without a clip.
 
-    Source: arXiv:2501.12599; divided by max(1, tau) as Trinity-RFT does.
+    Source: arXiv:2501.12599, the surrogate gradient. Here it is divided by max(1, tau), so that a
+    large tau makes no large step. Trinity-RFT's "opmd" has no square and divides by 1 + tau.
     """
     ids = tokens.sequence_ids
     total = sum_over_sequences(tokens.log_ratio(), ids)

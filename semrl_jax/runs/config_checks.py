@@ -97,6 +97,17 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"rollout.group_size={rollout.group_size} must be at least {least} with "
             f"algorithms.name={config.algorithms.name!r}, which compares the responses of a group."
         )
+    penalised = (
+        (f"rewards.mode={config.rewards.mode!r}", _is_scored_by_math(config), "set it to 'mix'"),
+        (f"algorithms.batch_rules.overlong_tokens={rules.overlong_tokens}", rules.overlong_tokens,
+         "set it to 0"),
+    )  # fmt: skip
+    for setting, is_on, way_out in penalised:
+        if algorithm.needs.positive_rewards and is_on:
+            raise UserError(
+                f"{setting} gives rewards below 0, which have no meaning for algorithms.name="
+                f"{config.algorithms.name!r}; {way_out}."
+            )
     rounds = rules.max_sampling_rounds
     if rounds and rollout.group_size < 2:
         raise UserError(
@@ -151,12 +162,18 @@ def method_line(config: ml_collections.ConfigDict) -> str:
     ):
         if value:
             parts.append(f"{name} {value}")
-    is_math = not (rewards.function or rewards.functions or config.environment.name)
     if rewards.majority:
         parts.append("majority rewards")
-    elif is_math and rewards.mode == "independent":
+    elif _is_scored_by_math(config):
         parts.append(f"{rewards.unboxed_penalty:g} if wrong and unboxed")
     return f"method: {', '.join(parts)}"
+
+
+def _is_scored_by_math(config: ml_collections.ConfigDict) -> bool:
+    """Whether rewards are those of the verifier `math` with its penalties."""
+    rewards = config.rewards
+    others = rewards.function or rewards.functions or config.environment.name or rewards.majority
+    return not others and rewards.mode == "independent"
 
 
 def _check_data(config: ml_collections.ConfigDict) -> None:

@@ -167,8 +167,10 @@ def each_of(field: str, values: Sequence[Any], allowed: Sequence[Any]) -> None:
 
 
 def items_are(field: str, values: Sequence[Any], kind: type) -> None:
-    """Each item of a tuple has the type int or str."""
+    """Each item of a tuple has the type int or str, and no text is empty."""
     for item in values:
+        if item == "":  # of --field=
+            raise UserError(f"{field} has an empty text; leave it out, or set '()' for none.")
         if type(item) is not kind:
             kinds = {int: "whole numbers", str: "texts"}[kind]
             raise UserError(f"{field} has {item!r}; it may have {kinds}, one for each flag.")

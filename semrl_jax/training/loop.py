@@ -70,6 +70,7 @@ def run_steps(
         batch = learner.batch([item.rollout for item in scored])
         scored = learner.judged(scored, batch, clock)
         rewards = group_rewards(scored, config, step)
+        learner.algorithm.check_rewards(rewards)
         passes = learner.passes(state, batch, clock, probes.needs(step))
         arrays = passes.arrays()
         passed = passes.old, passes.reference_states, arrays.old_logprobs, batch.response_mask

@@ -94,6 +94,9 @@ def test_a_position_counts_prompts_and_keeps_what_was_seen():
         ("learnability:floor=nan", "floor=nan must be"),
         ("mixture", "mixture needs :share=SOURCE,NUMBER"),
         ("mixture:share=easy", "share='easy' must be SOURCE,NUMBER above 0"),
+        ("mixture:share=easy,1:share=easy,3", "'easy' has two shares; keep one"),
+        ("lessons:visits=0", "visits=0.0 must be at least 1"),
+        ("replay:boost=inf", "boost=inf must be"),
         ("mixture:share=easy,-1", "share='easy,-1' must be SOURCE,NUMBER above 0"),
     ],
 )

@@ -85,7 +85,7 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("rollout.jax_process_cores", 1, "is for rollout.jax_processes; set both"),
         ("rollout.max_staleness", 30, r"max_staleness=30 must be below training.num_steps=30"),
         ("rollout.temperature", 0.0, "samples equal responses, without advantage"),
-        ("rollout.stop_strings", ("a", ""), "has ''; each text has 1 to 128"),
+        ("rollout.stop_strings", ("a", ""), "has an empty text; leave it out"),
         ("rollout.stop_strings", ("a" * 129,), "aaa; each text has 1 to 128"),
         ("rollout.stop_strings", ("a", "a"), "rollout.stop_strings has 'a' twice; keep one"),
         ("rollout.stop_strings", ("\ufffd",), "which is not valid Unicode text"),

@@ -18,7 +18,9 @@ from semrl_jax.support.fields import setting
 @dataclasses.dataclass(frozen=True)
 class Options:
     learned: float = setting(0.7, "share of correct responses of a learned lesson", within="[0, 1]")
-    visits: float = setting(32, "visited prompts before a lesson may count as learned", "prompts")
+    visits: float = setting(
+        32, "visited prompts before a lesson may count as learned", "prompts", at_least=1
+    )
     review: float = setting(0.2, "weight of the prompts of learned lessons", within="[0, 1]")
 
 

@@ -27,6 +27,8 @@ class Options:
         found = {}
         for entry in self.share:
             source, _, text = entry.rpartition(",")
+            if source in found:
+                raise UserError(f"{FIELD}: {source!r:.100} has two shares; keep one.")
             try:
                 found[source] = float(text)
             except ValueError:

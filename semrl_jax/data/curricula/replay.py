@@ -13,7 +13,7 @@ from semrl_jax.support.fields import setting
 @dataclasses.dataclass(frozen=True)
 class Options:
     rate: float = setting(0.25, "highest share of correct responses", within="[0, 1]")
-    boost: float = setting(4.0, "weight of these prompts; of the others 1", at_least=1)
+    boost: float = setting(4.0, "weight of these prompts; of the others 1", within="[1, 1e6]")
 
 
 def weights(prompts: Prompts, options: Options) -> np.ndarray:
