@@ -107,11 +107,12 @@ class Algorithm:
     def needs(self) -> Needs:
         return self.module.needs(self.options)
 
-    def check_rewards(self, rewards: Float[np.ndarray, "P G"]) -> None:
+    def check_rewards(self, *rewards: Float[np.ndarray, "..."]) -> None:
         """UserError for a reward below 0 if these have no meaning for the algorithm."""
-        if self.needs.positive_rewards and rewards.min() < 0:
+        least = min(array.min(initial=0.0) for array in rewards)
+        if self.needs.positive_rewards and least < 0:
             raise NegativeReward(
-                f"a response has the reward {rewards.min():g}, but algorithms.name="
+                f"a response or turn has the reward {least:g}, but algorithms.name="
                 f"{self.module.__name__.rpartition('.')[2]!r} is for rewards of at least 0; change "
                 "the rewards, or choose another algorithm."
             )

@@ -97,16 +97,19 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"rollout.group_size={rollout.group_size} must be at least {least} with "
             f"algorithms.name={config.algorithms.name!r}, which compares the responses of a group."
         )
+    failure, target = config.rewards.failure_score, config.shaping.target
     penalised = (
-        (f"rewards.mode={config.rewards.mode!r}", _is_scored_by_math(config), "set it to 'mix'"),
+        (f"rewards.mode={config.rewards.mode!r}", _is_scored_by_math(config), "'mix'"),
+        (f"rewards.failure_score={failure:g}", failure < 0, "0 or more"),
         (f"algorithms.batch_rules.overlong_tokens={rules.overlong_tokens}", rules.overlong_tokens,
-         "set it to 0"),
+         "0"),
+        (f"shaping.target={target!r}", target in ("reward", "both"), "'advantage'"),
     )  # fmt: skip
     for setting, is_on, way_out in penalised:
         if algorithm.needs.positive_rewards and is_on:
             raise UserError(
                 f"{setting} gives rewards below 0, which have no meaning for algorithms.name="
-                f"{config.algorithms.name!r}; {way_out}."
+                f"{config.algorithms.name!r}; set it to {way_out}."
             )
     rounds = rules.max_sampling_rounds
     if rounds and rollout.group_size < 2:
@@ -172,8 +175,9 @@ def method_line(config: ml_collections.ConfigDict) -> str:
 def _is_scored_by_math(config: ml_collections.ConfigDict) -> bool:
     """Whether rewards are those of the verifier `math` with its penalties."""
     rewards = config.rewards
-    others = rewards.function or rewards.functions or config.environment.name or rewards.majority
-    return not others and rewards.mode == "independent"
+    others = rewards.functions or config.environment.name or rewards.majority
+    is_math = rewards.function in ("", "math") and not others
+    return is_math and rewards.mode == "independent"
 
 
 def _check_data(config: ml_collections.ConfigDict) -> None:

@@ -70,7 +70,10 @@ def run_steps(
         batch = learner.batch([item.rollout for item in scored])
         scored = learner.judged(scored, batch, clock)
         rewards = group_rewards(scored, config, step)
-        learner.algorithm.check_rewards(rewards)
+        of_turns = None
+        if learner.algorithm.needs.turn_rewards:
+            of_turns = turn_rewards(scored, config, step)
+        learner.algorithm.check_rewards(rewards, *of_turns or ())
         passes = learner.passes(state, batch, clock, probes.needs(step))
         arrays = passes.arrays()
         passed = passes.old, passes.reference_states, arrays.old_logprobs, batch.response_mask
@@ -78,9 +81,6 @@ def run_steps(
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
-            of_turns = None
-            if learner.algorithm.needs.turn_rewards:
-                of_turns = turn_rewards(scored, config, step)
             tokens = credited_tokens(batch, scored, of_turns)
             given = rewards, seen.scored.metrics, arrays, tokens
             credit = assign_credit(rules, *given, state.memory)

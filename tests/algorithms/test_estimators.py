@@ -145,6 +145,26 @@ def test_the_median_baseline_without_deviation():
     np.testing.assert_array_equal(found, rewards - 0.5)
 
 
+@pytest.mark.parametrize("size", [25, 50])
+def test_the_place_of_a_quantile_does_not_round_up(size):
+    """0.28 * 25 is 7.000000000000001 in float64."""
+    rewards, mask = np.arange(size, dtype=np.float32)[None], np.ones((size, 1), bool)
+    found = advantages_of("quantile_baseline", quantile=0.28, normalise=False)(rewards, mask)
+    assert np.flatnonzero(found == 0) == [0.28 * size // 1 - 1]
+
+
+def test_only_max_likelihood_has_no_use_for_negative_rewards():
+    """The rewards of responses and, after them, those of the turns of each response."""
+    for name in NAMES:
+        algorithm(name).check_rewards(np.zeros((2, 4)), np.ones(2), np.zeros(0))
+        if name != "max_likelihood":
+            algorithm(name).check_rewards(np.full((2, 4), -1.0))
+    message = "response or turn has the reward -0.5, but algorithms.name='max_likelihood' is for"
+    for rewards in ([np.array([[1.0, -0.5]])], [np.ones((1, 2)), np.array([1.0, -0.5])]):
+        with pytest.raises(UserError, match=message):
+            algorithm("max_likelihood").check_rewards(*rewards)
+
+
 @pytest.mark.parametrize(
     ("weights", "expected"), [((1.0, 0.0), [1, 0]), ((0.0, 1.0), [0, -1]), ((0.1, 1.0), [0.1, -1])]
 )

@@ -139,6 +139,12 @@ def test_the_mismatch_is_of_the_responses_that_are_trained_on(config, tmp_path, 
     assert row["rollout/logprob_mismatch/max"] < 1e-4  # both are float32
 
 
+def test_a_reward_below_0_ends_a_run_of_max_likelihood(config, tmp_path):
+    config.algorithms.name, config.rewards.function = "max_likelihood", "tests.verifiers:by_sign"
+    with pytest.raises(UserError, match="a response or turn has the reward -1, but"):
+        train(config, str(tmp_path / "run"))
+
+
 def test_a_critic_whose_updates_are_not_finite_ends_the_run(
     config, tmp_path, rewarded, monkeypatch
 ):

@@ -113,7 +113,7 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),
         ("model.num_heads", 3, "must divide model.hidden_size=128"),
         ("rewards.functions", ("maths",), "='maths' must be .* it, 'model', or .* math_text,"),
-        ("rewards.functions", ("",), "rewards.functions='' must be 'package.module:name'"),
+        ("rewards.functions", ("",), "rewards.functions has an empty text; leave it out"),
         ("rewards.functions", ("math:weight=0",), "weight='0' must be a number other than 0"),
         ("rewards.functions", ("math:weight=nan",), "weight='nan' must be a number other than"),
         ("rewards.functions", ("math:weight=x",), "math:weight=x': weight='x' must be a number"),
@@ -307,6 +307,36 @@ def test_penalties_that_cannot_be(fields, message):
     config = quickstart.get_config()
     config.update_from_flattened_dict(fields)
     refused(message, validate, config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rewards.mode", "independent", "rewards.mode='independent' .* set it to 'mix'"),
+        ("rewards.failure_score", -1.0, "failure_score=-1 gives rewards below 0.* to 0 or more"),
+        ("algorithms.batch_rules.overlong_tokens", 4, "overlong_tokens=4 gives .* set it to 0"),
+        ("shaping.target", "both", "shaping.target='both' gives .* set it to 'advantage'"),
+    ],
+)
+def test_rewards_below_0_are_refused_where_they_mean_nothing(field, value, message):
+    config = quickstart.get_config()
+    config.algorithms.name, config.rewards.mode = "max_likelihood", "mix"
+    validate(config)
+    for function in ("math", ""):
+        config.rewards.function = function
+        config.update_from_flattened_dict({field: value})
+        refused(message, validate, config)
+    config.algorithms.name = "grpo"
+    validate(config)
+
+
+def test_rules_about_the_number_of_steps_hold_with_epochs(config, tmp_path):
+    config.update_from_flattened_dict(
+        {"training.num_epochs": 1, "data.num_prompts": 4, "rollout.max_staleness": 2}
+    )
+    validate(config)  # 3 steps
+    refused("max_staleness=2 must be below training.num_steps=1", train, config, str(tmp_path / "a"))
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):
