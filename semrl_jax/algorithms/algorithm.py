@@ -107,7 +107,7 @@ class Algorithm:
     def needs(self) -> Needs:
         return self.module.needs(self.options)
 
-    def check_rewards(self, *rewards: Float[np.ndarray, "..."]) -> None:
+    def check_rewards(self, *rewards: Float[np.ndarray, "*axes"]) -> None:
         """UserError for a reward below 0 if these have no meaning for the algorithm."""
         least = min(array.min(initial=0.0) for array in rewards)
         if self.needs.positive_rewards and least < 0:

@@ -1,11 +1,13 @@
-"""MaxRL: the gradient of the log-likelihood of a correct response, to the order of the group size.
+"""MaxRL: the first terms of the gradient of the log-likelihood of a correct response.
 
 A = (r - mean) / mean; 0.0 in a group whose mean reward is not above 0
 
-grad log p = sum over k of (1 / k) grad pass@k; a group of G rewards 0 or 1 gives its first G terms
-without bias. Hard problems weigh more: |A| is up to G - 1. A reward below 0 ends the run.
+grad log p = sum over k of (1 / k) grad pass@k; a group of G rewards 0 or 1 gives its first G - 1
+terms without bias. Hard problems weigh more: |A| is up to G - 1. A reward below 0 ends the run.
 
-Source: arXiv:2602.02710.
+Source: arXiv:2602.02710. Its estimator without a baseline, r / mean, gives one term more, with a
+larger variance; the baseline takes that term away, since groups without a correct response have
+none.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def method_line(config: ml_collections.ConfigDict) -> str:
 
 
 def _is_scored_by_math(config: ml_collections.ConfigDict) -> bool:
-    """Whether rewards are those of the verifier `math` with its penalties."""
+    """Whether the verifier `math` gives the rewards, with its penalties."""
     rewards = config.rewards
     others = rewards.functions or config.environment.name or rewards.majority
     is_math = rewards.function in ("", "math") and not others

@@ -139,6 +139,19 @@ def test_a_quantile_keeps_one_side_of_a_group(quantile, correct, sign):
     assert (np.sign(found) == np.where(rewards == (sign > 0), sign, 0)).all()
 
 
+@pytest.mark.parametrize("p", [0.1, 0.6])
+def test_max_likelihood_has_the_first_terms_of_the_log_likelihood(p):
+    """The mean over all groups of 4 is the sum of (1 / k) d pass@k / dp for k = 1, 2, 3."""
+    groups = np.array(list(itertools.product([0, 1], repeat=4)), np.float32)
+    found = np.asarray(
+        algorithm("max_likelihood").advantages(groups, Passes(), np.ones((64, 1), bool))
+    )
+    scores = np.where(groups > 0, 1 / p, -1 / (1 - p))  # d log probability / dp
+    probability = np.prod(np.where(groups > 0, p, 1 - p), axis=1)
+    mean = np.sum(probability * np.mean(found.reshape(-1, 4) * scores, axis=1))
+    np.testing.assert_allclose(mean, sum((1 - p) ** (k - 1) for k in (1, 2, 3)), rtol=1e-6)
+
+
 def test_the_median_baseline_without_deviation():
     rewards = np.array([[0.0, 0.5, 1.0, 1.0]] * 2)
     found = per_response("quantile_baseline", rewards, normalise=False)
@@ -154,7 +167,7 @@ def test_the_place_of_a_quantile_does_not_round_up(size):
 
 
 def test_only_max_likelihood_has_no_use_for_negative_rewards():
-    """The rewards of responses and, after them, those of the turns of each response."""
+    """Rewards of responses come first, then the rewards of the turns of each response."""
     for name in NAMES:
         algorithm(name).check_rewards(np.zeros((2, 4)), np.ones(2), np.zeros(0))
         if name != "max_likelihood":

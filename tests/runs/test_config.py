@@ -335,7 +335,9 @@ def test_rules_about_the_number_of_steps_hold_with_epochs(config, tmp_path):
         {"training.num_epochs": 1, "data.num_prompts": 4, "rollout.max_staleness": 2}
     )
     validate(config)  # 3 steps
-    refused("max_staleness=2 must be below training.num_steps=1", train, config, str(tmp_path / "a"))
+    refused(
+        "max_staleness=2 must be below training.num_steps=1", train, config, str(tmp_path / "a")
+    )
     assert not (tmp_path / "a").exists()
 
 
