@@ -6,6 +6,7 @@ import math
 
 import ml_collections
 
+from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.settings.training import updates_per_step
 from semrl_jax.training.optimizer import Optimizer, load_direction, make_optimizer
 
@@ -26,7 +27,10 @@ def optimizer_of(config: ml_collections.ConfigDict, name: str, num_steps: int = 
             "kind": section.learning_rate_schedule,
         }
         if section.learning_rate_schedule != "constant":
-            rate["num_steps"] = config.training.num_steps * updates_per_step(config)
+            steps = config.training.num_steps
+            if name == "training" and load_algorithm(config.algorithms.to_dict()).needs.values:
+                steps -= config.critic.warmup_steps  # they do not train the policy
+            rate["num_steps"] = steps * updates_per_step(config)
             rate["final_fraction"] = section.learning_rate_final_fraction
     return make_optimizer(
         learning_rate=section.learning_rate,

@@ -201,6 +201,11 @@ def test_the_rate_of_a_run_falls_to_its_end(name, kind, middle):
     rate = optimizers.optimizer_of(config, name).rate
     end = 1.0 if kind == "constant" else 0.1
     np.testing.assert_allclose([rate(n) for n in (0, 3, 4, 10, 16)], [0.25, 1, 1, middle, end])
+    config.critic.warmup_steps = 2  # not read under grpo
+    assert optimizers.optimizer_of(config, name).rate(10) == rate(10)
+    config.algorithms.name = "ppo"  # the policy has 8 updates
+    at_8 = optimizers.optimizer_of(config, name).rate(8)
+    np.testing.assert_allclose(at_8, end if name == "training" else rate(8))
 
 
 def test_small_steps_are_not_lost():
