@@ -417,6 +417,11 @@ def _check_ahead(config: ml_collections.ConfigDict) -> None:
                 f"{parts}, so that rollout.{name}={config.rollout[name]} would miss the tokens of "
                 f"earlier parts; set in_flight='wait' or {name}=0."
             )
+    if curriculum := config.data.curriculum:
+        raise UserError(
+            f"{parts} before the verdicts of earlier batches are known, which data.curriculum="
+            f"{curriculum!r} needs; set in_flight='wait' or data.curriculum=''."
+        )
     if rounds := config.algorithms.batch_rules.max_sampling_rounds:
         raise UserError(
             f"{parts} before earlier prompts are known under algorithms.batch_rules."

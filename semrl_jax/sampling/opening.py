@@ -46,11 +46,6 @@ def open_source(
         yield Recorded(pathlib.Path(run)), sampler
         return
     check_episodes(config, sampler.episodes)
-    if prompts.curriculum is not None and num_parts(config.rollout) > 1:
-        raise UserError(
-            f"data.curriculum={config.data.curriculum!r} needs the verdicts of a batch before the "
-            "next one begins, but rollout.in_flight='keep' samples several in parts; set 'wait'."
-        )
     sync, lag, parts = sampler.sync, config.rollout.max_staleness, num_parts(config.rollout)
 
     def batches_from(sampler: Sampler) -> Batches:

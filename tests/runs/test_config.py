@@ -387,6 +387,7 @@ def test_what_contradicts_sampling_ahead_is_named(field, value, message):
         ("rollout.max_response_tokens", 2, "3 parts, which must be at most rollout.max_response"),
         ("algorithms.batch_rules.max_sampling_rounds", 2, "before earlier prompts are known"),
         ("metrics.placement", "rollout", "measures each part alone; set metrics.placement="),
+        ("data.curriculum", "window", "which data.curriculum='window' needs; set in_flight='wait'"),
     ],
 )
 def test_what_contradicts_responses_in_parts_is_named(field, value, message):
