@@ -71,7 +71,7 @@ def token_weights(
     if aggregation == "constant_length":
         if constant_length < 1:
             raise ValueError(f"constant_length={constant_length} must be at least 1 token.")
-        return mask / (mask.shape[0] * constant_length)
+        return mask / float(mask.shape[0] * constant_length)  # may exceed int32
     raise ValueError(
         f"aggregation={aggregation!r} is unknown; it must be one of {', '.join(AGGREGATIONS)}."
     )

@@ -126,6 +126,10 @@ def test_weights_by_hand():
     expected = [[1 / 6] * 3, [1 / 2, 0, 0], [0, 0, 0]]  # empty responses do not count
     np.testing.assert_allclose(weights_of(mask, "response_mean"), expected, rtol=1e-6)
     np.testing.assert_allclose(weights_of(mask, "constant_length"), mask / 15, rtol=1e-6)
+    longest = algorithms.token_weights(
+        jnp.asarray(mask), aggregation="constant_length", constant_length=2**31 - 1
+    )
+    np.testing.assert_allclose(longest, mask / (len(mask) * (2**31 - 1)), rtol=1e-6)
     with pytest.raises(ValueError, match="constant_length=0 must be at least 1"):
         algorithms.token_weights(jnp.asarray(mask), aggregation="constant_length")
     for aggregation in algorithms.AGGREGATIONS:
