@@ -32,8 +32,9 @@ python -m launch.train --config=configs/quickstart.py --workdir=runs/rloo_gspo \
 
 r is the reward of a response. A group is the G responses to one prompt (`rollout.group_size`); mean
 and std are over the group. Settings are fields of `config.algorithms.advantage`, with their
-defaults. `ppo`, `reinforce`, `sample_reinforcement`, `noisy_rewards` with `forward`, and
-`reinforce_plus_plus` without `group_baseline` need no group: `rollout.group_size=1` works.
+defaults. `ppo`, `reinforce`, `sample_reinforcement`, `noisy_rewards` with `forward`, `distillation`
+without `reward_weight`, and `reinforce_plus_plus` without `group_baseline` need no group:
+`rollout.group_size=1` works.
 """
 KL_ESTIMATES = """
 `--config.algorithms.loss.kl_estimator` names the KL of a token, x = logprobs - ref_logprobs: `kl` x
@@ -76,20 +77,24 @@ sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must th
 ## Without reference answers
 
 `rewards.majority=True` (TTRL, arXiv:2504.16084) rewards the answer that most responses of a group
-give; the references, if there are any, count only in the log. Answers are compared as in `maj@k`.
+give. The references, if there are any, count in the log, for a
+[curriculum](data.md#curricula) and with `keep_groups_by=correctness`. Answers are compared as in
+`maj@k`.
 
 ## Distillation
 
 `model.reference_path` names another model as the reference: a teacher with the policy's tokenizer,
 of any family and size. It is a Hugging Face directory; `python -m launch.convert` makes one of a
-run. `distillation` needs no rewards:
+run. `distillation` trains without rewards, which are then only in the log:
 
-```
---config.model.path=STUDENT --config.model.reference_path=TEACHER \\
---config.algorithms.name=distillation --config.shaping.target=none
+```bash
+python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
+    --config.model.path=STUDENT --config.model.reference_path=TEACHER \\
+    --config.algorithms.name=distillation --config.shaping.target=none
 ```
 
-Over the whole vocabulary instead of the sampled token, with a lower variance of the gradient:
+Over the whole vocabulary instead of the sampled token, with a lower variance of the gradient, in
+addition to the flags above:
 
 ```
 --config.algorithms.advantage.teacher_weight=0 \\

@@ -63,7 +63,7 @@ class Rewards:
     majority: bool = setting(
         False,
         "True: a response is rewarded with 1 for the answer that most of its group have, else 0; "
-        "references count only in the log (TTRL)",
+        "references count in the log, for a curriculum and keep_groups_by (TTRL)",
     )
     shuffle: bool = setting(
         False, "True: permute rewards over the batch, a control that must not learn"
