@@ -267,6 +267,14 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
             f"training.micro_batch_tokens={training.micro_batch_tokens} must be at least "
             f"{longest}, the longest prompt and response; 0 counts rows by micro_batch_size."
         )
+    for name in ("training", "critic"):
+        section = config[name]
+        if section.learning_rate_final_fraction and section.learning_rate_schedule == "constant":
+            raise UserError(
+                f"{name}.learning_rate_final_fraction={section.learning_rate_final_fraction:g} is "
+                f"not read with {name}.learning_rate_schedule='constant'; set it to 0, or choose "
+                "another schedule."
+            )
     if training.pack_sequences and not training.micro_batch_tokens:
         raise UserError(
             f"training.pack_sequences=True needs training.micro_batch_tokens of {longest} or more."

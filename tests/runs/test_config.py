@@ -73,6 +73,8 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("training.responses_per_step", 7, "training.responses_per_step=7 is derived"),
         ("training.prompts_per_minibatch", 5, "prompts_per_minibatch=5 must divide"),
         ("training.micro_batch_tokens", 71, "micro_batch_tokens=71 must be at least 72"),
+        ("training.learning_rate_final_fraction", 0.5, "not read with training.learning_rate_sch"),
+        ("critic.learning_rate_final_fraction", 0.5, "critic.learning_rate_final_fraction=0.5 is"),
         ("training.pack_sequences", True, "pack_sequences=True needs .* of 72 or more"),
         ("training.num_steps", 2**31, r"training.num_steps=2147483648 must be below 2\^31"),
         ("training.grace_s", 1e300, r"training.grace_s=1e\+300 must be below 2\^31"),
