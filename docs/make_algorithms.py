@@ -79,7 +79,7 @@ sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must th
 `rewards.majority=True` (TTRL, arXiv:2504.16084) rewards the answer that most responses of a group
 give. The references, if there are any, count in the log, for a
 [curriculum](data.md#curricula) and with `keep_groups_by=correctness`. Answers are compared as in
-`maj@k`.
+`maj@k`; a verifier of yours must return them as [`extracted`](verifiers.md#the-function).
 
 ## Distillation
 

@@ -33,7 +33,8 @@ DISTRIBUTION: Mapping[str, str] = {
     "min_p": "[0, 1]",
     "presence_penalty": "[-2, 2]",
     "frequency_penalty": "[-2, 2]",
-    "repetition_penalty": "(0, inf)",
+    # Times a logit, far from the ends of float32, in which the wire has 0.001 as a little more.
+    "repetition_penalty": "[0.001, 1000]",
     "min_tokens": "[0, inf)",
 }
 MAX_STOP_STRINGS = 64  # of a call

@@ -292,7 +292,7 @@ def test_importance_weights_need_the_whole_vocabulary(level):
     ("fields", "message"),
     [
         ({"rollout.presence_penalty": 2.5}, r"presence_penalty=2.5 must be in \[-2, 2\]"),
-        ({"rollout.repetition_penalty": 0.0}, "repetition_penalty=0.0 must be finite and above 0"),
+        ({"rollout.repetition_penalty": 1e-39}, r"penalty=1e-39 must be in \[0.001, 1000\]"),
         ({"rollout.min_tokens": 9999}, "min_tokens=9999 must be at most rollout.max_response_"),
         ({"rollout.min_tokens": 1, "rollout.stop_strings": ("x",)}, "are texts; set min_tokens=0"),
         ({"evaluation.frequency_penalty": -3.0}, "evaluation.frequency_penalty=-3.0 must be in"),

@@ -36,7 +36,7 @@ class Body(pydantic.BaseModel):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=0.001, le=1000)
     min_tokens: int = Field(0, ge=0)
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=1)

@@ -157,7 +157,7 @@ def test_rollout_round_trip(
     top_k=st.integers(0, 101),
     min_p=st.floats(0, 1, width=32),
     presence=st.floats(-2, 2, width=32),
-    repetition=st.floats(0, 9, width=32, exclude_min=True),
+    repetition=st.floats(0.0078125, 1000, width=32),
     min_tokens=st.integers(0, 8),
     seed=st.integers(0, 2**64 - 1),
     group_id=st.integers(-(2**63), 2**63 - 1),
@@ -410,7 +410,7 @@ BAD_REQUESTS = [
     (
         lambda m: setattr(m.sampling, "repetition_penalty", -1),
         ValueError,
-        "repetition_penalty=-1.0 must be finite and above 0",
+        r"repetition_penalty=-1.0 must be in \[0.001, 1000\]",
     ),
     (lambda m: setattr(m.sampling, "repetition_penalty", np.inf), ValueError, "penalty=inf"),
     (lambda m: setattr(m.sampling, "min_tokens", 17), ValueError, r"=17 must be in \[0, (8|16)\]"),
