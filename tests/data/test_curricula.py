@@ -1,6 +1,7 @@
 """Which prompts a curriculum draws, and runs with one."""
 
 import dataclasses
+import sys
 import types
 
 import numpy as np
@@ -101,8 +102,18 @@ def test_a_position_counts_prompts_and_keeps_what_was_seen():
     ],
 )
 def test_a_wrong_entry_is_named(entry, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         find_curriculum(entry)
+    assert str(caught.value).count("data.curriculum") == 1
+
+
+def test_wrong_options_of_a_users_curriculum_are_named(monkeypatch):
+    module = types.ModuleType("users.order")
+    module.Options, module.weights = int, None
+    monkeypatch.setitem(sys.modules, "users", types.ModuleType("users"))
+    monkeypatch.setitem(sys.modules, "users.order", module)
+    with pytest.raises(UserError, match=r"'users.order': Options must be a frozen dataclass"):
+        find_curriculum("users.order")
 
 
 def test_weights_that_are_none_are_named():

@@ -87,6 +87,8 @@ def find_curriculum(entry: str) -> Curriculum | None:
         return None
     name, *parts = entry.split(":")
     module = load_module(FIELD, name, "semrl_jax.data.curricula", PARTS)
+    if not (isinstance(module.Options, type) and dataclasses.is_dataclass(module.Options)):
+        raise UserError(f"{FIELD}={name!r}: Options must be a frozen dataclass.")
     fields = {field.name: field for field in dataclasses.fields(module.Options)}
     options: dict[str, Any] = {}
     for part in parts:
@@ -111,5 +113,7 @@ def find_curriculum(entry: str) -> Curriculum | None:
     try:
         with running(FIELD, module, "Options"):
             return Curriculum(module, module.Options(**options))
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{FIELD}={entry!r}: {error}") from None
