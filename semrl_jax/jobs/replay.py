@@ -261,6 +261,11 @@ def write_start(replay: Replay, directory: pathlib.Path, config: ml_collections.
         write_fork(fork, directory, new_record(jsonable(config.to_dict())))
     except UserError as error:
         raise UserError(str(error).removeprefix(f"training.resume_from={path}: ")) from None
+    except OSError as error:  # a full disk, or a run that still removes checkpoints
+        raise UserError(
+            f"the start of step {replay.first} cannot be copied to {directory.parent} ({error}); make "
+            "room, name another TMPDIR, or another --from."
+        ) from None
     if any(field.partition(".")[0] in OF_INPUTS for field in replay.changes):
         remove(directory / "inputs.json")
         remove(directory / ANSWERS)
