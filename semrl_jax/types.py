@@ -55,6 +55,16 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class TensorSum:
+    """What a replica says of one tensor as it holds it; see `models.checksums.array_sums`."""
+
+    name: str  # of Hugging Face
+    dtype: str  # that it is held in, as in `TensorSpec`
+    checksum: int  # of its bits in the layout of Hugging Face, 32 bits
+    norm: float
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightVersion:
     """Identity of one set of weights.
 

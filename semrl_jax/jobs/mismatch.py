@@ -8,7 +8,7 @@ import pathlib
 import secrets
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from semrl_jax.analysis.mismatch import (
     Diagnosis,
     Observation,
     Observed,
+    Weights,
     diagnose,
     observe_rollouts,
     segments_of,
@@ -38,7 +39,13 @@ from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import record_of
 from semrl_jax.support.safe_files import write_json
-from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, distribution_of
+from semrl_jax.types import (
+    HiddenStateParams,
+    SampleRequest,
+    SamplingParams,
+    TensorSum,
+    distribution_of,
+)
 
 RANDOM_TOKENS = 16  # of a prompt, if there are no others
 COLUMNS = ("rollout_logprobs", "rollout_raw_logprobs", "response_mask", "step", "response")
@@ -80,10 +87,12 @@ def compare(
         chosen = newest_samples(run, policy.config, tokenizer, options.count)
     params = source.params(policy, mesh)
     earlier = earlier_versions(config, source, run, policy, mesh, options.steps)
+    # What engines get; that these weights are rounded is meant.
+    given = jax.tree.map(lambda x: x.astype(weight_dtype(config)).astype("float32"), params)
     names = options.engines
     if not names and options.samples is None:
         names = config.rollout.addresses or (config.rollout.engine,)
-    found: list[tuple[str, Observation]] = []
+    found: list[tuple[str, Observation, Weights | None]] = []
     dtype = options.dtype or weight_dtype(config) or policy.compute_dtype
     if not names:
         if source.checkpoint is not None and chosen.steps - {source.step}:
@@ -100,22 +109,22 @@ def compare(
                     "name an --engine to sample anew."
                 )
         observation = Observation.of(chosen.responses)
-        found.append((f"recorded in {chosen.file.name}", observation))
+        found.append((f"recorded in {chosen.file.name}", observation, None))
     for name in names:
         prompts = prompts_of(chosen, policy.config, options.count, config.seed)
-        observation = sampled(
+        observation, sums = sampled(
             name, config, policy, tokenizer, params, source, run, prompts, options, reporter
         )
-        found.append((name, observation))
-    # What engines get; that these weights are rounded is meant.
-    given = jax.tree.map(lambda x: x.astype(weight_dtype(config)).astype("float32"), params)
+        weights = compared_weights(name, sums, given, earlier, policy.config, reporter)
+        found.append((name, observation, weights))
     maps, records, all_healthy = [], [], True
-    for name, observation in found:
+    for name, observation, weights in found:
         parts = segments_of(policy.config, observation)
         with reporter.bar(f"compare {name}", len(parts), "parts") as bar:
             diagnosis = diagnose(
                 policy.config, given, observation, dtype=dtype, earlier=earlier,
-                temperature=temperature, quantized=bool(config.rollout.vllm_quantization),
+                weights=weights, temperature=temperature,
+                quantized=bool(config.rollout.vllm_quantization),
                 advance=bar.advance, status=bar.status,
             )  # fmt: skip
         all_healthy &= diagnosis.is_healthy
@@ -163,6 +172,8 @@ def read_samples(
     if not rows:
         raise UserError(f"--samples: {file} has no response.")
     for row in rows:
+        if not row["prompt_ids"]:
+            raise UserError(f"--samples: {file} has a response without a prompt.")
         largest = max((*row["prompt_ids"], *row["response_ids"]))
         if largest >= architecture.vocab_size:
             raise UserError(
@@ -178,6 +189,8 @@ def read_samples(
         ids = np.array(row["response_ids"], np.int32)
         logprobs = row.get(name)
         values = np.full(len(ids), np.nan) if logprobs is None else np.array(logprobs, np.float32)
+        if logprobs is not None and not np.isfinite(values).all():
+            raise UserError(f"--samples: {file} has {name} that are not finite.")
         if len(values) != len(ids):
             raise UserError(f"--samples: {file} has {len(values)} {name} for {len(ids)} tokens.")
         if (mask := row.get("response_mask")) is not None:
@@ -304,8 +317,8 @@ def sampled(
     prompts: Sequence[np.ndarray],
     options: Options,
     reporter: Reporter,
-) -> Observation:
-    """Samples from an engine, with the states that it gives.
+) -> tuple[Observation, list[TensorSum]]:
+    """Samples from an engine, with the states and the sums of weights that it gives.
 
     A replica that serves weights of the run is asked as it is; others get the policy's.
     """
@@ -353,8 +366,55 @@ def sampled(
         rollouts = list(
             client.generate(requests, SamplingParams(options.max_tokens), states, version=version)
         )
+        try:
+            sums = client.tensor_sums()
+        except UserError as error:
+            reporter.line(f"{error}; weights are compared by what they compute alone")
+            sums = []
     rollouts.sort(key=lambda each: each.group_id)
-    return observe_rollouts(rollouts, count)
+    return observe_rollouts(rollouts, count), sums
+
+
+def compared_weights(
+    name: str,
+    sums: Sequence[TensorSum],
+    given: models.Params,
+    earlier: Mapping[str, models.Params],
+    architecture: models.DecoderConfig,
+    reporter: Reporter,
+) -> Weights | None:
+    """Compares an engine's tensors with the trainer's, cast to the dtypes in which it holds them.
+
+    None if it gave no sums.
+    """
+    if not sums:
+        return None
+    theirs, paths = {each.name: each for each in sums}, {}
+    for tensor in models.hf_tensors(architecture):
+        place = tensor.path if tensor.layer is None else (str(tensor.layer), *tensor.path[1:])
+        paths[tensor.name] = "/".join(place)
+
+    def equal(params: models.Params, names: Container[str]) -> Iterator[tuple[str, bool]]:
+        arrays = models.iterate_hf_tensors(params, architecture, "float32", on_host=False)
+        for spec, array in arrays:
+            if spec.name in names:
+                held = theirs[spec.name]
+                checksum, _ = models.array_sums(array.astype(held.dtype))
+                yield spec.name, int(checksum) == held.checksum
+
+    differing = {each: "" for each, is_equal in equal(given, theirs) if not is_equal}
+    for label, params in earlier.items() if differing else ():
+        differing |= {each: label for each, is_equal in equal(params, set(differing)) if is_equal}
+    left_out = len(paths) - len(theirs)
+    reporter.line(
+        f"{name}: {len(differing)} of {len(theirs)} tensors have another checksum than the "
+        "trainer's"
+        + (f"; {left_out} are held in another form, and not compared" if left_out else "")
+    )
+    return Weights(
+        {paths[each]: label for each, label in differing.items()},
+        frozenset(paths[each] for each in paths.keys() - theirs.keys()),
+    )
 
 
 @contextlib.contextmanager

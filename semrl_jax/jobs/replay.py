@@ -19,6 +19,7 @@ import pyarrow as pa
 from jax.sharding import SingleDeviceSharding
 
 from configs import recorded
+from semrl_jax.models import array_sums
 from semrl_jax.runs.checkpoint_files import restore_tree, stored_shapes
 from semrl_jax.runs.copies import CHECKPOINTS, MANIFEST
 from semrl_jax.runs.differences import Difference, differences
@@ -36,7 +37,6 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import STARTS, read_rows
 from semrl_jax.support.run_directory import record_of
 from semrl_jax.support.safe_files import jsonable, remove
-from semrl_jax.training.checksums import array_sums
 from semrl_jax.training.loop import run_steps
 from semrl_jax.training.traces import Sums, on_host
 from semrl_jax.training.train_state import POLICY, TrainState

@@ -1,6 +1,7 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
 from semrl_jax.models import peft
+from semrl_jax.models.checksums import array_sums
 from semrl_jax.models.decoder import KVCache
 from semrl_jax.models.decoder_config import DecoderConfig, Experts, RopeScaling, random_config
 from semrl_jax.models.directory import (
@@ -18,6 +19,8 @@ from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.hf_weights import (
     Piece,
     UnstackedParams,
+    hf_tensors,
+    iterate_engine_tensors,
     iterate_hf_tensors,
     num_parameters,
     params_from_hf,
@@ -38,11 +41,12 @@ from semrl_jax.models.value_model import ValueModel, load_value_params, read_hea
 from semrl_jax.support.choices import REMAT_POLICIES
 
 __all__ = [
-    "adapted", "AXES", "Base", "check_mesh", "check_params", "config_from_hf", "config_to_hf",
-    "DATA_AXES", "DecoderConfig", "eos_token_ids", "Experts", "Family", "find_directory",
-    "from_host", "iterate_hf_tensors", "KVCache", "load_config", "load_params", "load_value_params",
-    "Lora", "make_mesh", "num_parameters", "parameter_shardings", "Params", "params_from_hf",
-    "peft", "Piece", "Policy", "random_config", "read_head", "REMAT_POLICIES", "replicated",
-    "RopeScaling", "save_directory", "tensor_specs", "to_host", "unstacked", "UnstackedParams",
-    "VALUE_HEAD", "ValueModel", "weights_hash", "weights_sample", "with_head",
+    "adapted", "array_sums", "AXES", "Base", "check_mesh", "check_params", "config_from_hf",
+    "config_to_hf", "DATA_AXES", "DecoderConfig", "eos_token_ids", "Experts", "Family",
+    "find_directory", "from_host", "hf_tensors", "iterate_engine_tensors", "iterate_hf_tensors",
+    "KVCache", "load_config", "load_params", "load_value_params", "Lora", "make_mesh",
+    "num_parameters", "parameter_shardings", "Params", "params_from_hf", "peft", "Piece",
+    "Policy", "random_config", "read_head", "REMAT_POLICIES", "replicated", "RopeScaling",
+    "save_directory", "tensor_specs", "to_host", "unstacked", "UnstackedParams", "VALUE_HEAD",
+    "ValueModel", "weights_hash", "weights_sample", "with_head",
 ]  # fmt: skip

@@ -74,6 +74,11 @@ class HfTensor(NamedTuple):
         return self.path[-1] == "kernel"
 
     @property
+    def is_transposed_in_engine(self) -> bool:
+        """Whether an engine keeps it transposed; it keeps a kernel of a layer as it comes."""
+        return self.is_kernel and (self.layer is None or self.expert is not None)
+
+    @property
     def index(self) -> tuple[int, ...]:
         """In the leading axes of our parameter."""
         return tuple(i for i in (self.place, self.expert) if i is not None)
@@ -190,6 +195,17 @@ def iterate_hf_tensors(
             arrays = map(np.ascontiguousarray, to_host(arrays))
         for tensor, array in zip(group, arrays):
             yield TensorSpec(tensor.name, tensor.shape, dtype), array
+
+
+def iterate_engine_tensors(
+    params: Params, config: DecoderConfig
+) -> Iterator[tuple[TensorSpec, Array]]:
+    """Yields (spec, array) of an engine's parameters, see `UnstackedParams`, in their dtypes."""
+    for tensor in hf_tensors(config):
+        leaf = functools.reduce(operator.getitem, tensor.engine_path, params)
+        leaf = leaf if tensor.expert is None else leaf[tensor.expert]
+        leaf = leaf.T if tensor.is_transposed_in_engine else leaf
+        yield TensorSpec(tensor.name, tensor.shape, leaf.dtype.name), leaf
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "dtype"))
@@ -336,8 +352,7 @@ class UnstackedParams:
             if tensor.expert is not None:
                 sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
             dtype = "float32" if tensor.path[-1] == "scale" else self._dtype
-            # A kernel of a layer is kept as it comes.
-            changes = tensor.is_kernel and (tensor.layer is None or tensor.expert is not None)
+            changes = tensor.is_transposed_in_engine
             targets.append(_Target(changes, dtype, sharding))
             # Each device receives its own part of the tensor as it was sent.
             shardings.append(_transposed(sharding) if changes else sharding)

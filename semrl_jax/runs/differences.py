@@ -240,4 +240,5 @@ def known(records: Sequence[StepRecord]) -> str:
         "weights": lambda record: "after" in record.facts or "before" in record.facts,
     }
     steps = {name: {r.step for r in records if has(r)} for name, has in kinds.items()}
-    return ", ".join(f"{name} of {len(of)} steps" for name, of in steps.items() if of)
+    numbers = {name: f"{len(of)} step{'s' * (len(of) > 1)}" for name, of in steps.items() if of}
+    return ", ".join(f"{name} of {number}" for name, number in numbers.items())

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax.algorithms.credit import Credit
-from semrl_jax.training.checksums import array_sums
+from semrl_jax.models import array_sums
 from semrl_jax.training.learner import ForwardPasses, Learner
 from semrl_jax.training.probes import is_due
 from semrl_jax.training.train_state import POLICY, TrainState

@@ -17,9 +17,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.models import Base, Params, replicated
+from semrl_jax.models import Base, Params, array_sums, replicated
 from semrl_jax.support.programs import compiled_once, parts_of, side_by_side, total
-from semrl_jax.training.checksums import array_sums
 from semrl_jax.training.micro_batches import Sums, summed_gradients
 from semrl_jax.training.optimizer import Optimizer, num_optimizer_updates
 from semrl_jax.training.packing import RowPlan, to_batch

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import faults
 from semrl_jax import models
-from semrl_jax.analysis.mismatch import Observation, Observed, diagnose
+from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose
 from semrl_jax.analysis.mismatch.computation import computation_of
 from semrl_jax.support.errors import UserError
 
@@ -81,9 +81,19 @@ def test_a_cause_is_found_without_inner_states(known):
 def test_checksums_leave_only_tensors_that_differ():
     config, params = faults.model("llama", 1)
     observation = given(config, doubled(config, params))
-    diagnosis = diagnose(config, params, observation, differing=["2/up/kernel"])
+    diagnosis = diagnose(config, params, observation, weights=Weights({"2/up/kernel": ""}))
     (finding,) = diagnosis.findings
     assert finding.what == "up kernel" and not finding.alternatives
+
+
+def test_a_tensor_that_rounding_hides_is_named_by_its_checksum():
+    """In bfloat16; of the version that its checksum is of."""
+    config, params = faults.model("llama", 1)
+    observation = given(config, params, dtype="bfloat16")
+    weights = Weights({"1/up/kernel": "step 0", "3/up/kernel": "step 0", "1/key/kernel": ""})
+    found = diagnose(config, params, observation, dtype="bfloat16", weights=weights).findings
+    assert [(each.kind, each.layers) for each in found] == [("stale", (1, 3)), ("tensor", (1,))]
+    assert "p kernel of layers 1, 3 is that of step 0" in found[0].sentence
 
 
 def test_a_coarser_dtype_than_meant_is_told_and_a_meant_one_is_healthy():

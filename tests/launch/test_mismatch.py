@@ -3,11 +3,18 @@
 import json
 import shutil
 
+import jax.numpy as jnp
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from benchmarks import faults
+from semrl_jax import models
+from semrl_jax.jobs.mismatch import compared_weights
+from semrl_jax.support.console import Reporter
+from semrl_jax.types import TensorSum
 from tests.fixtures import save_model
 from tests.launch.conftest import run, succeed
 from tests.launch.test_bad_input import assert_one_line
@@ -75,6 +82,28 @@ def test_an_engine_samples_from_random_prompts(home):
         "launch.mismatch", policy, f"--output={page}", "--num_responses=3", "--max_tokens=8"
     )
     assert "jax: Rounding in float32" in done.stdout
+    assert "0 of 27 tensors have another checksum" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checksums_name_tensors_and_the_version_that_they_are_of(dtype):
+    """After the engine's cast; what the engine holds in another form is not compared."""
+    config, params = faults.model("qwen2", 0)
+    earlier = faults.moved(params, 1, 0.01)
+    held = faults.changed(params, {"down/kernel": lambda kernel: 1.1 * kernel}, 1)
+    held = faults.changed(
+        held, {"query/bias": lambda _: np.asarray(earlier["layers"]["query"]["bias"])[3]}, 3
+    )
+    arrays = models.iterate_hf_tensors(held, config, dtype)
+    sums = [
+        TensorSum(spec.name, dtype, *map(np.asarray, models.array_sums(jnp.asarray(array))))
+        for spec, array in arrays
+    ]
+    weights = compared_weights(
+        "jax", sums[1:], params, {"step 0": earlier}, config, Reporter(quiet=True)
+    )
+    assert weights.differing == {"1/down/kernel": "", "3/query/bias": "step 0"}
+    assert weights.unknown == {"embed/embedding"}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from semrl_jax.metrics.measurements import Measurement, MetricKey
+from semrl_jax.models import array_sums
 from semrl_jax.runs.differences import (
     COLUMNS,
     STAGES,
@@ -25,7 +26,6 @@ from semrl_jax.sampling.recorded import (
 )
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.response_files import COLUMNS as ALL_COLUMNS
-from semrl_jax.training.checksums import array_sums
 from semrl_jax.training.traces import on_host
 from tests.cases import refused
 from tests.fixtures import make_scored
@@ -171,7 +171,9 @@ def test_keys_and_columns_have_a_stage():
     assert is_compared("policy/grad_norm")
     named = {name for names in COLUMNS.values() for name in names}
     assert named <= {"score/", "metrics/", *ALL_COLUMNS}
-    assert known([record_with()]) == "rows of 1, responses of 1, gradients of 1, weights of 1"
+    assert known([record_with()]) == (
+        "rows of 1 step, responses of 1 step, gradients of 1 step, weights of 1 step"
+    )
     assert set(COLUMNS) < set(STAGES)
 
 

@@ -1,9 +1,13 @@
 """A run warns of a mismatch that its dtypes do not explain, once."""
 
+import jax
 import pytest
 
+from semrl_jax.rollout.engines.jax import _StagedWeights
+from semrl_jax.runs import train
 from semrl_jax.runs.mismatch_budget import BUDGET, mismatch_warning
 from semrl_jax.runs.run import Run
+from tests.tiny import tiny_config
 
 LOGPROB, STATE = "rollout/logprob_mismatch/mean", "rollout/hidden_state_mismatch/mean"
 
@@ -51,3 +55,30 @@ def test_a_run_warns_once(config):
     for _ in range(2):
         run._warn_of_mismatch({LOGPROB: 1.0})
     assert len(said) == 1
+
+
+def scaled(params):
+    """An engine that loads twice the kernel of one tensor."""
+    (layer,) = params["layers"]
+    value = jax.tree.map(lambda leaf: 2 * leaf, layer["value"])
+    return params | {"layers": (layer | {"value": value},)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["none", "scaled tensor", "stale weights", "stale, a lag of 1"])
+def test_a_training_run_warns_once_if_its_engine_is_wrong(fault, tmp_path, capsys, monkeypatch):
+    """The line has the command; a healthy run never warns, nor one whose lag is meant."""
+    load, loaded = _StagedWeights.finish, []
+
+    def finish(staged):
+        loaded.append(load(staged))
+        return scaled(loaded[-1]) if fault == "scaled tensor" else loaded[0]
+
+    if fault in ("scaled tensor", "stale weights"):
+        monkeypatch.setattr(_StagedWeights, "finish", finish)
+    config = tiny_config()
+    config.evaluation.every_steps = config.logging.rollouts_every_steps = 0
+    config.rollout.max_staleness = int("lag" in fault)
+    assert train(config, str(tmp_path / "run")) == 0
+    said = "".join(capsys.readouterr()).count(f"launch.mismatch --policy={tmp_path / 'run'} names")
+    assert said == (fault in ("scaled tensor", "stale weights"))

@@ -5,9 +5,15 @@ thing changed, `hypotheses` are the things that may be changed, and `search` tri
 """
 
 from semrl_jax.analysis.mismatch.observed import Observation, Observed, observe_rollouts
-from semrl_jax.analysis.mismatch.search import Diagnosis, Finding, diagnose, segments_of
+from semrl_jax.analysis.mismatch.search import (
+    Diagnosis,
+    Finding,
+    Weights,
+    diagnose,
+    segments_of,
+)
 
 __all__ = [
     "diagnose", "Diagnosis", "Finding", "observe_rollouts", "Observation", "Observed",
-    "segments_of",
+    "segments_of", "Weights",
 ]  # fmt: skip

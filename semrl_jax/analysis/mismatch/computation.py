@@ -26,6 +26,12 @@ from semrl_jax.models.lora import A, B, merged, stored
 
 Params = models.Params
 ROWS = 256  # of which the logits are computed at once
+ATTENTION = ("query", "key", "value", "output")
+AXES = ("input", "output")  # of a kernel
+HEAD_AXES = {"query/kernel": 1, "key/kernel": 1, "value/kernel": 1, "output/kernel": 0}
+NORMS = (
+    "attention_norm", "query_norm", "key_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm",
+)  # fmt: skip
 ACTIVATION_NAMES = {**ACTIVATIONS, "gelu": functools.partial(jax.nn.gelu, approximate=False),
                     "relu": jax.nn.relu}  # fmt: skip
 
@@ -38,7 +44,9 @@ class How(NamedTuple):
     activation: str = "silu"
     offset_norms: bool = False
     post_norms: bool = False
-    query_key_norm: bool = False
+    normed_heads: tuple[str, ...] = ()  # of query and key
+    rotated: tuple[str, ...] = ("query", "key")
+    norms_rotated: bool = False  # whether heads are rotated before they are normed
     is_dense: bool = True
     pairs: str = "halves"  # rotated together: (i, i + H/2), or "neighbours" (2i, 2i + 1)
     rounds_angles: str = "float32"  # dtype of positions * frequencies
@@ -57,7 +65,7 @@ class Layer(NamedTuple):
     frequencies: Float[Array, " F"]
     positions: Float[Array, "B N"]
     seen: Bool[Array, "B N N"]  # which keys a token attends to
-    epsilon: Float[Array, ""] | float  # of all norms
+    epsilon: Mapping[str, Float[Array, ""] | float]  # of each of NORMS
     score_scale: Float[Array, ""] | float  # of query-key products, 1 / sqrt(H) included
     # Keys and values of tokens in rows before `event` were computed with these parameters from
     # these inputs, and stay in the cache.
@@ -80,6 +88,41 @@ class Layer(NamedTuple):
             module, _, leaf = name.partition("/")
             params[module][leaf] = value
         return self._replace(params=params)
+
+    def free(self) -> dict[str, Array | dict[str, Array]]:
+        """All that may be fitted, with the values that change nothing.
+
+        These are the tensors and groups of them, the frequencies, and factors of the heads, of the
+        inputs and of the outputs of a kernel, as "<tensor> by <axis>".
+        """
+        tensors = self.tensors()
+        found = {"frequencies": self.frequencies, **tensors}
+        for what, names in groups_of(tensors).items():
+            if what not in ("every kernel", "every norm"):
+                found[what] = {name: tensors[name] for name in names}
+        width = self.how.config.head_dim
+        for name, tensor in tensors.items():
+            if tensor.ndim != 2:
+                continue
+            found |= {f"{name} by {by}": jnp.ones(tensor.shape[i]) for i, by in enumerate(AXES)}
+            if (axis := HEAD_AXES.get(name)) is not None:
+                found[f"{name} by head"] = jnp.ones(tensor.shape[axis] // width)
+        return found
+
+    def with_free(self, name: str, value: Any) -> Layer:
+        """The layer with one entry of `free` replaced."""
+        if isinstance(value, dict):
+            return self.with_tensors(value)
+        if name == "frequencies":
+            return self._replace(frequencies=value)
+        name, _, by = name.partition(" by ")
+        if not by:
+            return self.with_tensors({name: value})
+        axis = HEAD_AXES[name] if by == "head" else AXES.index(by)
+        if by == "head":
+            value = jnp.repeat(value, self.how.config.head_dim)
+        tensor = self.tensors()[name]
+        return self.with_tensors({name: tensor * jnp.expand_dims(value, 1 - axis)})
 
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         for _ in range(self.how.times):
@@ -163,7 +206,8 @@ def computation_of(
         place = config.place("router", index)
         how = How(
             config, dtype, declared.activation, declared.offset_norms, declared.post_norms,
-            declared.query_key_norm, is_dense=config.experts is None or place is None,
+            ("query", "key") if declared.query_key_norm else (),
+            is_dense=config.experts is None or place is None,
         )  # fmt: skip
         window = window_of(config, index)
         scalar = config.query_pre_attn_scalar or config.head_dim
@@ -174,7 +218,7 @@ def computation_of(
                 rotary_frequencies(config, jnp.int32(NO_WINDOW if window is None else window)),
                 positions,
                 jnp.broadcast_to(seen_within(num_tokens, window), (num_rows,) + (num_tokens,) * 2),
-                config.rms_norm_eps,
+                dict.fromkeys(NORMS, config.rms_norm_eps),
                 scalar**-0.5,
             )
         )
@@ -184,6 +228,25 @@ def computation_of(
         params["final_norm"]["scale"], config.rms_norm_eps, declared.offset_norms,
         output_matrix(config, params), config.final_logit_softcap, 1.0, dtype,
     )  # fmt: skip
+
+
+def groups_of(tensors: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Tensors that engines treat alike, as one that they fuse: names by what they are called."""
+    groups = {
+        "every bias": [name for name in tensors if name.endswith("/bias")],
+        "every kernel": [name for name in tensors if name.endswith("/kernel")],
+        "every norm": [name for name in tensors if name.endswith("/scale")],
+        "query, key and value kernel": ["query/kernel", "key/kernel", "value/kernel"],
+        "query and key kernel": ["query/kernel", "key/kernel"],
+        "gate and up kernel": ["gate/kernel", "up/kernel"],
+        "attention": [name for name in tensors if name.split("/")[0] in ATTENTION],
+        "feed-forward": [name for name in tensors if name.split("/")[0] in DENSE_MODULES],
+    }
+    return {
+        what: tuple(names)
+        for what, names in groups.items()
+        if len(names) > 1 and set(names) <= set(tensors)
+    }
 
 
 def window_of(config: DecoderConfig, layer: int) -> int | None:
@@ -270,23 +333,32 @@ def _linear(how, params, name, x):
 def _heads(how, layer, params, x):
     config = how.config
     scale = params["attention_norm"]["scale"]
-    inputs = normed(x, scale, layer.epsilon, how.offset_norms, how.dtype)
+    inputs = normed(x, scale, layer.epsilon["attention_norm"], how.offset_norms, how.dtype)
     shape = (*x.shape[:2], -1, config.head_dim)
     query, key, value = (
         _linear(how, params, name, inputs).reshape(shape) for name in ("query", "key", "value")
     )
-    if how.query_key_norm:
-        query, key = (
-            normed(each, params[name]["scale"], layer.epsilon, how.offset_norms, how.dtype)
-            for name, each in (("query_norm", query), ("key_norm", key))
-        )
     angles = layer.positions[:, :, None].astype(how.rounds_angles)
     angles = angles * layer.frequencies[None, None, :].astype(how.rounds_angles)
     angles = angles.astype(jnp.float32)[:, :, None, :]
     table = [f(angles).astype(how.rounds_table).astype(jnp.float32) for f in (jnp.cos, jnp.sin)]
-    key, value = _rotated(how, key, *table), value
-    key, value = (x.astype(how.rounds_cache).astype(how.dtype) for x in (key, value))
-    return _rotated(how, query, *table), key, value
+
+    def placed(name, x):
+        """Normed and rotated, as far as the heads of this name are."""
+        norm = f"{name}_norm"
+        steps = [lambda x: _rotated(how, x, *table)] if name in how.rotated else []
+        if name in how.normed_heads:
+            options = layer.epsilon[norm], how.offset_norms, how.dtype
+            steps.insert(
+                len(steps) if how.norms_rotated else 0,
+                lambda x: normed(x, params[norm]["scale"], *options),
+            )
+        for step in steps:
+            x = step(x)
+        return x
+
+    key, value = (x.astype(how.rounds_cache).astype(how.dtype) for x in (placed("key", key), value))
+    return placed("query", query), key, value
 
 
 def _rotated(how, x, cos, sin):
@@ -315,7 +387,8 @@ def _layer(how, layer, x, heads):
     params = layer.params
 
     def of(name, x):
-        return normed(x, params[name]["scale"], layer.epsilon, how.offset_norms, how.dtype)
+        scale = params[name]["scale"]
+        return normed(x, scale, layer.epsilon[name], how.offset_norms, how.dtype)
 
     added = _linear(how, params, "output", attended)
     x = x + (of("attention_post_norm", added) if how.post_norms else added)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -20,8 +20,11 @@ from jaxtyping import Int
 from semrl_jax import models
 from semrl_jax.analysis.mismatch.computation import (
     ACTIVATION_NAMES,
+    HEAD_AXES,
+    NORMS,
     Computation,
     Layer,
+    groups_of,
     layer_params,
     output_matrix,
     rounded,
@@ -29,7 +32,11 @@ from semrl_jax.analysis.mismatch.computation import (
     window_of,
 )
 from semrl_jax.models.decoder import NO_WINDOW, rotary_frequencies
-from semrl_jax.models.decoder_config import DecoderConfig, RopeScaling
+from semrl_jax.models.decoder_config import (
+    EXPERT_MODULES,
+    DecoderConfig,
+    RopeScaling,
+)
 
 Params = models.Params
 MOST_WINDOWS = 160  # sizes that are all tried; above, powers of two and those near the model's own
@@ -66,6 +73,7 @@ class Known(NamedTuple):
     num_prompt: Int[np.ndarray, " B"]
     own: Mapping[int, np.ndarray]  # states of the trainer's pass, by layer
     past: Mapping[str, Mapping[int, np.ndarray]]  # the same of the earlier versions
+    events: Sequence[int] = ()  # response tokens after which the difference changes
 
 
 # The causes, and what helps against each. `{what}`, `{value}` and `{layers}` are filled in.
@@ -107,7 +115,7 @@ CAUSES = {
         "0 is an adapter that was never merged, 2 one that was applied twice; send merged weights",
     ),
     "stale_cache": (
-        "keys and values of earlier tokens in {layers} are those of {value}",
+        "keys and values of the {what} in {layers} are those of {value}",
         "clear the engine's cache, also of prefixes, when weights change",
     ),
     "rope_base": (
@@ -138,6 +146,11 @@ CAUSES = {
     "score_scale": (
         "attention scores in {layers} are multiplied by {value}",
         "compare head_dim and query_pre_attn_scalar in the engine's config.json",
+    ),
+    "experts": (
+        "experts in {layers} have {what}",
+        "compare num_experts_per_tok and norm_topk_prob in the engine's config.json, and the "
+        "order in which it loads experts",
     ),
     "heads": (
         "heads in {layers} use {what}",
@@ -256,10 +269,18 @@ def _how(**changes):
 
 def _of_positions(known: Known) -> Iterator[Hypothesis]:
     config, half = known.config, known.config.head_dim // 2
-    exponents = -jnp.arange(half, dtype=jnp.float32) / half
 
-    def base(layer, _index, value):
-        return layer._replace(frequencies=jnp.float32(value) ** exponents)
+    def is_local(index):
+        return config.local_rope_theta is not None and window_of(config, index) is not None
+
+    def frequencies(layer, index, **changes):
+        own = dataclasses.replace(config, **changes)
+        window = jnp.int32(0 if is_local(index) else NO_WINDOW)
+        return layer._replace(frequencies=rotary_frequencies(own, window))
+
+    def base(layer, index, value):
+        name = "local_rope_theta" if is_local(index) else "rope_theta"
+        return frequencies(layer, index, **{name: value})
 
     grid = tuple(10.0 ** (power / 4) for power in range(8, 33))
     yield _layerwise("rope_base", "", base, grid=grid, logarithmic=True, neutral=config.rope_theta)
@@ -274,18 +295,15 @@ def _of_positions(known: Known) -> Iterator[Hypothesis]:
     if config.rope_scaling is not None:
         yield _layerwise(
             "rope_scaling", "not scaled",
-            lambda layer, *_: base(layer, 0, config.rope_theta),
+            lambda layer, index, _: frequencies(layer, index, rope_scaling=None),
         )  # fmt: skip
 
     known_scaling = config.rope_scaling or RopeScaling("llama3", 1.0)
     if known_scaling.rope_type == "llama3":
 
         def factor(layer, index, value):
-            own = dataclasses.replace(
-                config, rope_scaling=dataclasses.replace(known_scaling, factor=value)
-            )
-            window = jnp.int32(NO_WINDOW if window_of(config, index) is None else 0)
-            return layer._replace(frequencies=rotary_frequencies(own, window))
+            scaling = dataclasses.replace(known_scaling, factor=value)
+            return frequencies(layer, index, rope_scaling=scaling)
 
         yield _layerwise(
             "rope_scaling", "scaled as Llama 3's, by a factor of ", factor,
@@ -308,6 +326,23 @@ def _of_positions(known: Known) -> Iterator[Hypothesis]:
             "rope_dtype", f"cosines and sines are in {dtype}", _how(rounds_table=dtype)
         )
     yield _layerwise("rope_pairs", "neighbouring features", _how(pairs="neighbours"))
+    for name in ("query", "key"):
+        yield _layerwise("rope_pairs", f"only the {name} heads", _how(rotated=(name,)))
+    yield _layerwise("rope_pairs", "no heads", _how(rotated=()))
+
+    def stopped(layer, _index, value):
+        """Positions that begin anew with the response, or stay there."""
+        first = known.num_prompt[:, None]
+        count = np.arange(layer.positions.shape[1])[None]
+        late = count - first if value else np.broadcast_to(first, layer.positions.shape)
+        positions = jnp.where(jnp.asarray(count >= first), jnp.asarray(late), layer.positions)
+        return layer._replace(positions=positions.astype(jnp.float32))
+
+    for value, what in ((1.0, "they begin anew with"), (0.0, "they stay the same in")):
+        yield _layerwise(
+            "positions", f"the response, because {what} it,", stopped, grid=(value,), neutral=-1.0,
+            cost=2,
+        )  # fmt: skip
 
     # Rotary positions are relative: a shift counts only from some token on.
     places = {
@@ -337,21 +372,29 @@ def _of_attention(known: Known) -> Iterator[Hypothesis]:
     config = known.config
     num_tokens = int(known.num_prompt.max()) + 2
 
-    def window(layer, index, value):
-        count = layer.seen.shape[1]
-        own = window_of(config, index)
-        if round(value) >= count and (own is None or own >= count):
+    @each
+    def window_in(layer, index, value):
+        count, own = layer.seen.shape[1], window_of(config, index)
+        if round(value) == own or (round(value) >= count and (own is None or own >= count)):
             return None
         seen = jnp.broadcast_to(seen_within(count, round(value)), layer.seen.shape)
         return layer._replace(seen=seen)
 
+    def window(computation, layers, value):
+        """Where some layers have a window, it is theirs that is another one."""
+        local = tuple(layer for layer in layers if window_of(config, layer) is not None)
+        return window_in(computation, local or layers, value)
+
     own, count = config.sliding_window, known.own[0].shape[1]
     sizes = {*range(1, min(count, MOST_WINDOWS)), *(2**k for k in range(14))}
-    sizes |= {own - 1, own + 1, own // 2, 2 * own} if own else set()
-    for size in sorted(size for size in sizes if 0 < size < count and size != own):
-        yield _layerwise("window", "a window", window, grid=(float(size),), neutral=-1.0, cost=1)
+    sizes |= {own - 1, own, own + 1, own // 2, 2 * own} if own else set()
+    options = {"of_layers": True, "neutral": -1.0}
+    for size in sorted(size for size in sizes if 0 < size < count):
+        yield Hypothesis("window", "a window", window, grid=(float(size),), cost=1, **options)
     if own:
-        yield _layerwise("window", "a window", window, grid=(2.0**20,), neutral=-1.0)
+        yield Hypothesis("window", "a window", window, grid=(2.0**20,), **options)
+        if config.full_attention_layers:
+            yield Hypothesis("window", "a window", window_in, grid=(float(own),), **options)
 
     def without_first(layer, _index, value):
         hidden = jnp.arange(layer.seen.shape[2]) < round(value)
@@ -410,54 +453,98 @@ def _of_attention(known: Known) -> Iterator[Hypothesis]:
 
 
 def _of_heads(known: Known) -> Iterator[Hypothesis]:
-    """Heads that are left out, or whose order is another one."""
-    width = known.config.head_dim
-    for name, axis in (("query", -1), ("key", -1), ("value", -1), ("output", 0)):
-        is_of_queries = name in ("query", "output")
-        count = known.config.num_heads if is_of_queries else known.config.num_kv_heads
+    """Heads that are left out, in another order, or of an earlier version."""
+    config = known.config
+    queries, pairs = config.num_heads, config.num_kv_heads
 
-        def blocks(layer, change, name=name, axis=axis, count=count):
+    def moved(names, change):
+        """Changes the heads [N, H, ...] of tensors; `change` also gets the tensor's name."""
+
+        def of(layer, index, _value):
             changed = {}
-            for leaf, x in layer.params[name].items():
-                place = axis if x.ndim > 1 else 0
-                if x.ndim == 1 and name == "output":
-                    continue
-                moved = jnp.moveaxis(x, place, 0).reshape(count, width, -1)
-                moved = change(moved).reshape(jnp.moveaxis(x, place, 0).shape)
-                changed[f"{name}/{leaf}"] = jnp.moveaxis(moved, 0, place)
+            for name in names:
+                for leaf, x in layer.params[name].items():
+                    axis = HEAD_AXES[f"{name}/kernel"] if x.ndim > 1 else 0
+                    if x.ndim == 1 and name == "output":
+                        continue
+                    front = jnp.moveaxis(x, axis, 0)
+                    heads = front.reshape(-1, config.head_dim, *front.shape[1:])
+                    heads = change(heads, f"{name}/{leaf}", index)
+                    changed[f"{name}/{leaf}"] = jnp.moveaxis(heads.reshape(front.shape), 0, axis)
             return layer.with_tensors(changed)
 
-        tensors = (f"{name}/kernel",)
+        return of
+
+    for names, count in (
+        (("query",), queries), (("key",), pairs), (("value",), pairs), (("output",), queries),
+        (("key", "value"), pairs), (("query", "output"), queries),
+    ):  # fmt: skip
+        what = f"{' and '.join(names)} kernel"
+        options = {"cost": 2 + len(names), "tensors": tuple(f"{name}/kernel" for name in names)}
+        orders = {tuple(np.roll(np.arange(count), shift).tolist()) for shift in (1, -1)}
+        orders |= {tuple(range(count))[::-1]}
+        grouped = np.arange(count).reshape(-1, max(count // pairs, 1))
+        orders |= {tuple(grouped.T.ravel().tolist())}
+        if count % 2 == 0:  # such as one that rows of two devices, or halves, were joined in
+            orders |= {tuple(np.arange(count).reshape(2, -1).T.ravel().tolist())}
+        near = itertools.combinations(range(count), 2)
+        for one, other in near if count <= 4 else zip(range(count), range(1, count)):
+            order = list(range(count))
+            order[one], order[other] = other, one
+            orders.add(tuple(order))
+        for order in sorted(orders - {tuple(range(count))}):
+
+            def ordered(heads, _name, _index, order=order):
+                return heads[np.array(order)]
+
+            shown = ", ".join(map(str, order))
+            yield _layerwise(
+                "heads", f"the {what} of heads {shown} in turn", moved(names, ordered), **options
+            )
+        if len(names) > 1:
+            continue
         for head in range(count):
 
-            def without(layer, _index, _value, head=head, blocks=blocks):
-                return blocks(layer, lambda x: x.at[head].set(0.0))
+            def without(heads, _name, _index, head=head):
+                return heads.at[head].set(0.0)
 
             yield _layerwise(
-                "tensor_missing", f"head {head} of {name} kernel", without, cost=2, tensors=tensors
+                "tensor_missing", f"head {head} of {what}", moved(names, without), **options
             )
-        for shift in (1, -1) if count > 1 else ():
+            for label, earlier in known.earlier.items():
 
-            def turned(layer, _index, _value, shift=shift, blocks=blocks):
-                return blocks(layer, lambda x: jnp.roll(x, shift, axis=0))
+                def before(heads, name, index, head=head, earlier=earlier):
+                    module, leaf = name.split("/")
+                    old = layer_params(config, earlier, index)[module][leaf]
+                    old = jnp.moveaxis(old, HEAD_AXES.get(name, 0), 0).reshape(heads.shape)
+                    return heads.at[head].set(old[head])
 
-            yield _layerwise(
-                "heads", f"the {name} kernel of the head {'before' if shift > 0 else 'after'}",
-                turned, cost=2, tensors=tensors,
-            )  # fmt: skip
+                yield _layerwise(
+                    "stale", f"head {head} of {what}|{label}", moved(names, before), **options
+                )
 
 
 def _of_pass(known: Known) -> Iterator[Hypothesis]:
     config = known.config
     grid = tuple(10.0**power for power in range(-12, 0))
 
-    def epsilon(layer, _index, value):
-        return layer._replace(epsilon=value)
+    def epsilon_of(names):
+        def epsilon(layer, _index, value):
+            return layer._replace(epsilon={**layer.epsilon, **dict.fromkeys(names, value)})
+
+        return epsilon
 
     options = {"grid": grid, "logarithmic": True, "neutral": config.rms_norm_eps}
+    declared, heads = config.declared, ("query_norm", "key_norm")
+    norms = [("attention_norm",), ("mlp_norm",)]
+    norms += [heads, *((name,) for name in heads)] if declared.query_key_norm else []
+    norms += [("attention_post_norm",), ("mlp_post_norm",)] if declared.post_norms else []
+    for names in norms:
+        what = " and ".join(names).replace("_", " ")
+        yield _layerwise("norm_epsilon", what, epsilon_of(names), cost=1, **options)
     yield from _with_final(
-        "norm_epsilon", "the norms", epsilon, lambda x, value: x._replace(final_epsilon=value),
-        **options,
+        "norm_epsilon", "the norms", epsilon_of(NORMS),
+        lambda x, value: x._replace(final_epsilon=value), **options,
     )  # fmt: skip
     yield from _with_final(
         "norm_offset", "1 + weight", _how(offset_norms=True),
@@ -467,14 +554,21 @@ def _of_pass(known: Known) -> Iterator[Hypothesis]:
         "norm_offset", "the weight alone", _how(offset_norms=False),
         lambda x, _: x._replace(final_offset=False),
     )  # fmt: skip
-    if config.declared.query_key_norm:
-        yield _layerwise("norm_missing", "the norm of queries and keys", _how(query_key_norm=False))
-    if config.declared.post_norms:
+    if declared.query_key_norm:
+        for kept, what in (((), "queries and keys"), (("key",), "queries"), (("query",), "keys")):
+            yield _layerwise("norm_missing", f"the norm of {what}", _how(normed_heads=kept))
+        yield _layerwise(
+            "layer_order", "queries and keys are normed after the rotation",
+            _how(norms_rotated=True),
+        )  # fmt: skip
+    if declared.post_norms:
         yield _layerwise(
             "norm_missing", "the norm after attention and feed-forward", _how(post_norms=False)
         )
     for name in ACTIVATION_NAMES:
         yield _layerwise("activation", name, _how(activation=name))
+    if config.experts:
+        yield from _of_experts(config)
     yield _layerwise("layer_order", "applied twice", _how(times=2))
     yield _layerwise("layer_order", "skipped", _how(times=0))
     for other in range(config.num_layers):
@@ -490,17 +584,62 @@ def _of_pass(known: Known) -> Iterator[Hypothesis]:
         )  # fmt: skip
 
 
+def _of_experts(config: DecoderConfig) -> Iterator[Hypothesis]:
+    """The choice of experts, their weights, and their order."""
+    experts = config.experts
+
+    def routed(**changes):
+        own = dataclasses.replace(config, experts=dataclasses.replace(experts, **changes))
+        return lambda layer, *_: (
+            None if layer.how.is_dense else layer._replace(how=layer.how._replace(config=own))
+        )
+
+    chosen = experts.experts_per_token
+    for count in {chosen - 1, chosen + 1, 2 * chosen, 1} - {0, chosen}:
+        if count <= experts.num_experts:
+            yield _layerwise(
+                "experts", f"{count} of them per token", routed(experts_per_token=count), cost=1
+            )
+    what = "their probabilities as they are" if experts.normalize_weights else "weights of sum 1"
+    yield _layerwise("experts", what, routed(normalize_weights=not experts.normalize_weights))
+    for name in ("router", "expert_gate", "expert_up", "expert_down", "all"):
+        names = EXPERT_MODULES[1:] if name == "all" else (name,)
+        for shift in (1, -1):
+
+            def turned(layer, _index, _value, names=names, shift=shift):
+                if layer.how.is_dense:
+                    return None
+                axes = {name: 1 if name == "router" else 0 for name in names}
+                own = {f"{name}/kernel": axis for name, axis in axes.items()}
+                tensors = layer.tensors()
+                return layer.with_tensors(
+                    {name: jnp.roll(tensors[name], shift, axis) for name, axis in own.items()}
+                )
+
+            yield _layerwise(
+                "experts", f"another order in {' '.join(names).replace('_', ' ')}", turned, cost=2,
+                tensors=tuple(f"{name}/kernel" for name in names),
+            )  # fmt: skip
+
+
 def _of_tensors(known: Known, layer: int) -> Iterator[Hypothesis]:
     config = known.config
     sample = layer_params(config, known.params, min(layer, config.num_layers - 1))
     tensors = {f"{m}/{leaf}": x for m, leaves in sample.items() for leaf, x in leaves.items()}
 
-    def replaced(name, change):
-        def of(layer, index, value):
+    def replaced(names, change):
+        def of(layer, _index, value):
             own = layer.tensors()
-            return layer.with_tensors({name: change(own[name], value)}) if name in own else None
+            changed = {name: change(own[name], value) for name in names if name in own}
+            return layer.with_tensors(changed) if changed else None
 
         return of
+
+    for what, names in groups_of(tensors).items():
+        yield _layerwise(
+            "tensor_scaled", what, replaced(names, lambda x, value: x * value),
+            grid=(0.0, 0.5, 2.0), cost=3, tensors=names,
+        )  # fmt: skip
 
     def all_rounded(dtype):
         def of(layer, _index, _value):
@@ -526,27 +665,36 @@ def _of_tensors(known: Known, layer: int) -> Iterator[Hypothesis]:
     for name, tensor in tensors.items():
         what = name.replace("/", " ")
         yield _layerwise(
-            "tensor_scaled", what, replaced(name, lambda x, value: x * value),
+            "tensor_scaled", what, replaced((name,), lambda x, value: x * value),
             grid=(0.0, 0.5, 2.0, -1.0), cost=2, tensors=(name,),
         )  # fmt: skip
         if name.endswith("/scale"):
             one = 0.0 if config.declared.offset_norms else 1.0
             yield _layerwise(
                 "norm_missing", f"the weight of {name.removesuffix('/scale')}",
-                replaced(name, lambda x, _, one=one: jnp.full_like(x, one)), cost=2,
+                replaced((name,), lambda x, _, one=one: jnp.full_like(x, one)), cost=2,
                 tensors=(name,),
             )  # fmt: skip
         if tensor.ndim == 2:
             for dtype in ROUNDINGS:
                 yield _layerwise(
                     "rounded_weights", f"{what}, to {dtype},",
-                    replaced(name, lambda x, _, dtype=dtype: rounded(x, dtype)), cost=3,
+                    replaced((name,), lambda x, _, dtype=dtype: rounded(x, dtype)), cost=3,
                     tensors=(name,),
                 )  # fmt: skip
         if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]:
             yield _layerwise(
-                "tensor_transposed", what, replaced(name, lambda x, _: x.T), cost=2,
+                "tensor_transposed", what, replaced((name,), lambda x, _: x.T), cost=2,
                 tensors=(name,),
+            )  # fmt: skip
+
+            def scales_transposed(x, _value):
+                scale = jnp.max(jnp.abs(x), axis=0)
+                return x / scale[None, :] * scale[:, None]
+
+            yield _layerwise(
+                "tensor_scaled", f"{what}, whose scales of outputs are taken for its inputs,",
+                replaced((name,), scales_transposed), cost=2, tensors=(name,),
             )  # fmt: skip
         for other in range(config.num_layers):
 
@@ -604,13 +752,16 @@ def _of_versions(known: Known) -> Iterator[Hypothesis]:
             return computation._replace(final_scale=scale)
 
         yield from _with_final(kind, f"every tensor|{label}", mixed(()), mixed_norm, **options)
-        for name in tensors:
+        parts = {name.replace("/", " "): (name,) for name in tensors}
+        for what, names in {**parts, **groups_of(dict.fromkeys(tensors))}.items():
             yield _layerwise(
-                kind, f"{name.replace('/', ' ')}|{label}", mixed((name,)), cost=1,
-                tensors=(name,), **options,
+                kind, f"{what}|{label}", mixed(names), cost=1 + (len(names) > 1), tensors=names,
+                **options,
             )  # fmt: skip
 
         places = {"prompt": known.num_prompt, "prompt but its last token": known.num_prompt - 1}
+        for count in known.events:  # an update while responses were sampled
+            places[f"prompt and {count} response tokens"] = known.num_prompt + count
         for (place, event), old in itertools.product(places.items(), (False, True)):
 
             def cached(layer, index, _value, earlier=earlier, event=event, old=old, label=label):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -60,6 +60,17 @@ class Segment(NamedTuple):
         if self.last > count:
             parts.append("log-probabilities")
         return ", ".join(parts)
+
+
+class Weights(NamedTuple):
+    """What checksums say of an engine's tensors, by `<layer>/<module>/<leaf>`.
+
+    `differing` are other ones than the trainer's, with the name of the earlier version that they
+    are of, or "". `unknown` were not compared. All others are the trainer's.
+    """
+
+    differing: Mapping[str, str]
+    unknown: Container[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +196,7 @@ def diagnose(
     *,
     dtype: str = "float32",
     earlier: Mapping[str, models.Params] | None = None,
-    differing: Sequence[str] | None = None,
+    weights: Weights | None = None,
     quantized: bool = False,
     temperature: float = 1.0,
     advance: Callable[[], None] = lambda: None,
@@ -197,14 +208,13 @@ def diagnose(
       params: the trainer's, float32.
       dtype: that the engine is meant to compute in.
       earlier: earlier versions of the parameters by name; "base" is the model without its adapter.
-      differing: the tensors of the engine whose checksums differ from the trainer's, as
-        `<layer>/<module>/<leaf>`; None: nobody asked the engine.
+      weights: what the checksums of the engine's tensors say; None: nobody asked the engine.
       quantized: whether the engine is meant to round the kernels of its layers.
       temperature: of the engine's log-probabilities.
       advance: called when a part of `segments_of` has been compared.
       status: called with a text before the cause of a part is searched, which takes longer.
     """
-    given = config, params, observation, dtype, earlier or {}, differing, temperature
+    given = config, params, observation, dtype, earlier or {}, weights, temperature
     search = _Search(*given, advance, status)
     if quantized:
         search.quantize()
@@ -221,12 +231,12 @@ def segments_of(config: models.DecoderConfig, observation: Observation) -> tuple
 
 class _Search:
     def __init__(
-        self, config, params, observation, dtype, earlier, differing, temperature, advance, status
+        self, config, params, observation, dtype, earlier, weights, temperature, advance, status
     ):
         self.advance, self.status = advance, status
         self.config, self.observation, self.expected = config, observation, dtype
         params, earlier = jax.tree.map(jnp.asarray, (params, dict(earlier)))
-        self.differing = differing
+        self.weights = weights
         self.dtype = observation.dtype or dtype
         self.limit = LIMITS[self.dtype]
         inputs = observation.ids, observation.targets
@@ -341,6 +351,7 @@ class _Search:
             self.advance()
         findings = list(self._dtype_finding())
         findings += self._explained(bad)
+        findings += self._unseen(findings)
         states = {
             layer: np.where(
                 np.isfinite(given).all(axis=2) & self.observation.is_token,
@@ -360,6 +371,30 @@ class _Search:
         found = self.observation.dtype
         if found and DTYPES.index(found) < DTYPES.index(self.expected):
             yield Finding("dtype", found, (), self.expected, 1.0)
+
+    def _unseen(self, findings: Sequence[Finding]) -> Iterator[Finding]:
+        """Tensors whose checksums differ, in layers where no cause was found.
+
+        They compute nearly the same, or something else hides them.
+        """
+        explained = {layer for finding in findings for layer in finding.layers}
+        of: dict[tuple[str, str], list[int]] = {}  # layers by tensor and version
+        for name, label in (self.weights.differing if self.weights else {}).items():
+            layer, _, tensor = name.partition("/")
+            if layer.isdigit() and int(layer) not in explained:
+                of.setdefault((tensor.replace("/", " "), label), []).append(int(layer))
+            elif not layer.isdigit() and not any(not finding.layers for finding in findings):
+                of.setdefault((name.replace("/", " "), label), [])
+        by_layers: dict[tuple[tuple[int, ...], str], list[str]] = {}
+        for (what, label), layers in of.items():
+            by_layers.setdefault((tuple(layers), label), []).append(what)
+        for (layers, label), names in by_layers.items():
+            kind = "adapter" if label == "base" else "stale" if label else "tensor"
+            what = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            what, value = (f"{what}|{label}", None) if label else (what, None)
+            value = 0.0 if kind == "adapter" else None
+            detail = "by its checksum" if len(names) == 1 else "by their checksums"
+            yield Finding(kind, what, layers, value, 1.0, (), detail)
 
     def _explained(self, bad: Sequence[Segment]) -> list[Finding]:
         """The causes of the segments with a difference, in the order of the pass."""
@@ -382,18 +417,24 @@ class _Search:
             left = np.inf if best is None else best.left
             if left > noise and (several := self._several(segment, x, noise)) is not None:
                 best, equal, left = several, [], several.left
+            finding, share = None, _share(left, whole, rounding)
             if left > noise and left > 0.1 * whole:
                 finding = self._freed(segment, x, whole, rounding)
-                share = _share(left, whole, rounding)
+            is_open = left > noise and not (finding and finding.explained > 0.999)
+            if is_open and (pair := self._paired(segment, x, best, whole, noise)):
+                for trial in pair:
+                    key = trial.hypothesis.kind, trial.hypothesis.what, round(trial.value, 6)
+                    groups.setdefault(key, []).append((trial, 1.0))
+                    same.setdefault(key, [])
+                continue
+            if left > noise and left > 0.1 * whole:
                 if finding is None and share < 0.75:
                     finding = self._by_elimination(segment)
                 if finding is not None and (share < 0.75 or finding.explained > share):
-                    key = ("unknown",) if finding.kind == "unknown" else ("alone", segment)
+                    key = "alone", finding.kind, finding.what
                     layers = alone[key].layers if key in alone else ()
-                    groups[key], alone[key] = (
-                        [],
-                        dataclasses.replace(finding, layers=(*layers, *finding.layers)),
-                    )
+                    groups[key] = []
+                    alone[key] = dataclasses.replace(finding, layers=(*layers, *finding.layers))
                     continue
             else:
                 used.append(best)
@@ -427,7 +468,8 @@ class _Search:
         for place in places:
             if place != layers and trials and min(t.left for t in trials) <= noise:
                 break
-            for hypothesis in hypotheses(self.known, segment.first, segment.last):
+            known = self.known._replace(events=self._events(segment, x))
+            for hypothesis in hypotheses(known, segment.first, segment.last):
                 if not self._is_possible(hypothesis, place):
                     continue
                 if not hypothesis.of_layers and place != layers:
@@ -447,6 +489,44 @@ class _Search:
             and trial.left <= max(1.05 * best.left, 0.3 * noise)
         ]  # fmt: skip
         return best, equal if best.left < 0.3 * whole else []
+
+    def _events(self, segment: Segment, x) -> list[int]:
+        """How many response tokens precede the clearest changes of the difference's size."""
+        found = self.differences(segment, self.computed(self.own, segment, x), self.given(segment))
+        places = np.arange(found.shape[1])[None] - self.observation.num_prompt[:, None]
+        kept = self.rows(segment) & (places >= 0)
+        counts = range(places[kept].max(initial=0) + 1)
+        sizes = [found[kept & (places == count)] for count in counts]
+        levels = [np.log(each.mean() + 1e-30) if each.size else np.nan for each in sizes]
+        changes = {
+            count: abs(np.nanmean(levels[:count]) - np.nanmean(levels[count:]))
+            * min(count, len(levels) - count) ** 0.5
+            for count in counts[1:-1]
+        }
+        return sorted(changes, key=changes.get, reverse=True)[:2]
+
+    def _paired(
+        self, segment: Segment, x, first: _Trial | None, whole: float, noise: float
+    ) -> list[_Trial] | None:
+        """A second cause on top of the likeliest one, if both leave only rounding."""
+        if first is None or not first.left < 0.9 * whole:
+            return None
+        own = self.own
+
+        def on(trial: _Trial, work):
+            self.own = trial.hypothesis.edit(own, trial.layers, trial.value)
+            try:
+                return work()
+            finally:
+                self.own = own
+
+        second, _ = on(first, lambda: self._searched(segment, x, first.left, noise))
+        if second is None or not second.left < 0.5 * first.left:
+            return None
+        hypothesis, layers = first.hypothesis, first.layers
+        first = on(second, lambda: self._tried(hypothesis, segment, x, layers)) or first
+        left = min(first.left, second.left)
+        return [first, second] if left <= noise else None
 
     def _several(self, segment: Segment, x, noise: float) -> _Trial | None:
         """Several tensors of one layer from one earlier version, if they explain the segment."""
@@ -482,11 +562,11 @@ class _Search:
 
     def _is_possible(self, hypothesis: Hypothesis, layers: Sequence[int]) -> bool:
         """Whether the checksums of the engine's tensors allow it."""
-        if self.differing is None or not hypothesis.tensors:
+        if self.weights is None or not hypothesis.tensors:
             return True
         names = {f"{layer}/{name}" for layer in layers for name in hypothesis.tensors}
         names |= set(hypothesis.tensors)
-        return bool(names & set(self.differing))
+        return any(name in self.weights.differing or name in self.weights.unknown for name in names)
 
     def _tried(
         self, hypothesis: Hypothesis, segment: Segment, x, layers, grid: Sequence[float] = ()
@@ -571,6 +651,11 @@ class _Search:
             trial, *equal = others
         hypothesis, value = trial.hypothesis, trial.value
         kind, what = hypothesis.kind, hypothesis.what
+        if hypothesis.of_layers:  # a change may not concern all of them, such as one of a window
+            edited = hypothesis.edit(self.own, layers, value) or self.own
+            pairs = zip(edited.layers, self.own.layers)
+            differs = {index for index, (one, other) in enumerate(pairs) if one is not other}
+            layers = tuple(layer for layer in layers if layer in differs) or layers
         shown = value if hypothesis.grid else None
         if kind == "tensor_scaled" and value == 0.0:
             kind, shown = "tensor_missing", None
@@ -611,28 +696,36 @@ class _Search:
         (index,), rows = layers, self.rows(segment)
         halves = np.zeros_like(rows)
         halves[:, ::2] = True
+        own = self.own.layers[index]
         found: list[tuple[float, str, Array]] = []
-        for name, tensor in self.own.layers[index].tensors().items():
-            possible = Hypothesis("tensor", name, None, True, tensors=(name,))
-            if tensor.size > MOST_FREE or not self._is_possible(possible, (index,)):
+        # Few numbers that explain all are a better explanation than many.
+        for name, free in sorted(own.free().items(), key=lambda each: _size(each[1])):
+            tensors = tuple(free) if isinstance(free, dict) else (name.partition(" by ")[0],)
+            possible = Hypothesis("tensor", name, None, True, tensors=tensors)
+            is_tensor = name != "frequencies"
+            if _size(free) > MOST_FREE:
                 continue
-            fitted = self._fitted_tensor(segment, x, index, name, rows & halves)
-            layer = self.own.layers[index].with_tensors({name: fitted})
+            if is_tensor and not self._is_possible(possible, (index,)):
+                continue
+            fitted = self._fitted_free(segment, x, index, name, rows & halves)
+            layer = own.with_free(name, fitted)
             computed = self.computed(self.own.with_layer(index, layer), segment, x)
             left = _rms(self.differences(segment, computed, self.given(segment))[rows & ~halves])
-            # Few numbers that explain as much as many are the better explanation.
-            found.append((left * (1.0 if tensor.ndim > 1 else 0.8), name, fitted))
+            found.append((left, name, fitted))
+            if left <= self.limit * rounding:
+                break
         if not found:
             return None
         left, name, fitted = min(found, key=lambda each: each[0])
         explained = _share(left, whole, rounding)
         if not explained > 0.75:
             return None
-        tensor = np.asarray(self.own.layers[index].tensors()[name])
-        detail = _change(self.config, name, tensor, np.asarray(fitted))
-        return Finding("tensor", name.replace("/", " "), (index,), None, explained, (), detail)
+        if isinstance(fitted, dict):
+            return Finding("tensor", name, (index,), None, explained)
+        given = np.asarray(own.free()[name])
+        return _of_free(self.config, name, index, given, np.asarray(fitted), explained)
 
-    def _fitted_tensor(self, segment, x, index, name, rows) -> Array:
+    def _fitted_free(self, segment, x, index, name, rows) -> Array:
         """Least squares of the relative differences at some tokens, by Gauss-Newton."""
         norms = self.norms[segment.last][:, :, None]
         weight = jnp.asarray(np.where(rows[:, :, None], 1.0 / norms, 0.0), jnp.float32)
@@ -640,39 +733,71 @@ class _Search:
         layer, final = self.exact.layers[index], None
         if segment.last == self.config.num_layers:
             final = self.exact.final_scale, self.exact.final_epsilon
-        tensor, inputs = layer.tensors()[name], (jnp.asarray(x), target, weight)
+        free, inputs = layer.free()[name], (jnp.asarray(x), target, weight)
         for _ in range(FREE_STEPS):
-            moved, before, after = _tensor_step(
-                layer.how, name, layer._replace(how=None), tensor, *inputs, final
+            moved, before, after = _free_step(
+                layer.how, name, layer._replace(how=None), free, *inputs, final
             )
             if not after < before:
                 break
-            tensor = moved
+            free = moved
             if after > 0.9 * before:
                 break
-        return tensor
+        return free
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _tensor_step(how, name, layer, tensor, x, target, weight, final):
-    """A Gauss-Newton step of a tensor, and the sum of squares before and after it."""
+def _free_step(how, name, layer, free, x, target, weight, final):
+    """A Gauss-Newton step of an entry of `Layer.free`, and the sum of squares before and after."""
 
-    def error(tensor):
-        y = layer.with_tensors({name: tensor})._replace(how=how)(x)
+    def error(free):
+        y = layer._replace(how=how).with_free(name, free)(x)
         if final is not None:
             y = normed(y, *final, how.offset_norms, how.dtype)
         return (y - target) * weight
 
-    here, forward = jax.linearize(error, tensor)
-    backward = jax.linear_transpose(forward, tensor)
-    gradient = backward(here)[0]
+    here, forward = jax.linearize(error, free)
+    backward = jax.linear_transpose(forward, free)
+    gradient = jax.tree.map(jnp.negative, backward(here)[0])
     step, _ = jax.scipy.sparse.linalg.cg(
-        lambda step: backward(forward(step))[0], -gradient, maxiter=NUM_DIRECTIONS
-    )
-    steps = jnp.stack([tensor + share * step for share in (1.0, 0.5, 0.2, 0.05)])
-    left = jax.lax.map(lambda moved: jnp.sum(error(moved) ** 2), steps)
+        lambda step: backward(forward(step))[0], gradient,
+        maxiter=min(NUM_DIRECTIONS, 2 * _size(free)),
+    )  # fmt: skip
+
+    def moved(share):
+        return jax.tree.map(lambda value, change: value + share * change, free, step)
+
+    shares = jnp.array([1.0, 0.5, 0.2, 0.05])
+    left = jax.lax.map(lambda share: jnp.sum(error(moved(share)) ** 2), shares)
     best = jnp.argmin(left)
-    return steps[best], jnp.sum(here**2), left[best]
+    return moved(shares[best]), jnp.sum(here**2), left[best]
+
+
+def _size(free) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(free))
+
+
+def _of_free(config, name: str, layer: int, given, fitted, explained: float) -> Finding:
+    """The finding of an entry of `Layer.free` that explains a difference."""
+    tensor, _, by = name.partition(" by ")
+    what = tensor.replace("/", " ")
+    change = fitted - given
+    few = np.flatnonzero(np.abs(change) > 0.2 * np.abs(change).max()) if change.ndim == 1 else ()
+    if name == "frequencies":
+        ratios = fitted / given
+        shown = f"{number(float(ratios.min()))} to {number(float(ratios.max()))}"
+        return Finding("rope_scaling", "multiplied by ", (layer,), shown, explained)
+    if by:
+        kept = fitted[few] if len(few) <= max(len(fitted) // 2, 1) else fitted
+        shown = f"{kept.min():.3g} to {kept.max():.3g}, by {by}"
+        if np.ptp(kept) < 0.05 * np.abs(kept).max() or np.abs(kept).max() < 0.01:
+            shown = f"{kept.mean():.3g}"
+        if len(kept) < len(fitted):
+            shown += f" in {by}s {', '.join(map(str, few[:8].tolist()))}"
+        return Finding("tensor_scaled", what, (layer,), shown, explained)
+    return Finding(
+        "tensor", what, (layer,), None, explained, (), _change(config, name, given, fitted)
+    )
 
 
 def _together(chosen: Sequence[Hypothesis]):

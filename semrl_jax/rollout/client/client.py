@@ -40,6 +40,7 @@ from semrl_jax.types import (
     SampleRequest,
     SamplingParams,
     TensorSpec,
+    TensorSum,
     WeightVersion,
 )
 
@@ -310,6 +311,23 @@ class RolloutClient(contextlib.AbstractContextManager):
         )
         with contextlib.closing(dispatcher):
             yield from dispatcher.run()
+
+    def tensor_sums(self) -> list[TensorSum]:
+        """Sums of the weights that the first replica holds.
+
+        UserError, a line that says why: the replica is older, its engine cannot say, or it does not
+        answer.
+        """
+        replica = self._replicas[0]
+        try:
+            return replica.tensor_sums(self._waits.stall_timeout_s)
+        except grpc.RpcError as error:
+            reason = describe_error(error)
+        except ValueError as error:
+            reason = str(error)
+        if replica.description.protocol_minor < 6:
+            reason = "it is of an earlier release"
+        raise UserError(f"{replica.name} gives no checksums of its weights: {reason}")
 
     def release(self, weights: bool = False) -> None:
         """Frees what a replica of this process keeps. Others keep it until new weights come.

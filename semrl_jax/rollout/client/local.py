@@ -21,7 +21,7 @@ from semrl_jax.rollout.server.request_checks import refused_if_invalid, status_o
 from semrl_jax.rollout.server.service import RolloutService, check_finite
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.codec import GenerateCall
-from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
+from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, TensorSum, WeightVersion
 
 if TYPE_CHECKING:
     from jax import Array
@@ -81,6 +81,10 @@ class LocalReplica(Replica):
         async with contextlib.aclosing(self._service.generate(call)) as rollouts:
             async for rollout in rollouts:
                 yield dataclasses.replace(rollout, replica_id=self.address)
+
+    def tensor_sums(self, timeout_s: float) -> list[TensorSum]:
+        call = self._submit(self._service.tensor_sums())
+        return list(_result(call, "TensorSums", timeout_s)[1])
 
     def take_weights(
         self,

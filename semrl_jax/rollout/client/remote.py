@@ -15,7 +15,7 @@ from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.addresses import is_loopback, split_address
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import ReplicaDescription, Rollout
+from semrl_jax.types import ReplicaDescription, Rollout, TensorSum
 
 _OPTIONS = (
     ("grpc.max_send_message_length", codec.MAX_REQUEST_BYTES),
@@ -58,6 +58,7 @@ class RemoteReplica(Replica):
             f"/{codec.SERVICE_NAME}/Generate",
             request_serializer=pb.GenerateRequest.SerializeToString,
         )
+        self._tensor_sums = self._channel.unary_unary(f"/{codec.SERVICE_NAME}/TensorSums")
         # Takes serialised messages: one update goes to several replicas.
         self._update_weights = self._channel.stream_unary(f"/{codec.SERVICE_NAME}/UpdateWeights")
 
@@ -96,6 +97,11 @@ class RemoteReplica(Replica):
             messages,
             RolloutDecoder(call, vocab_size=described.vocab_size, replica_id=described.replica_id),
         )
+
+    def tensor_sums(self, timeout_s: float) -> list[TensorSum]:
+        request = pb.TensorSumsRequest().SerializeToString()
+        data = self._call(self._tensor_sums, request, timeout_s)
+        return codec.decode_sums(bounds.parse(pb.TensorSumsResponse, data))
 
     def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
         """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes."""

@@ -21,6 +21,7 @@ from semrl_jax.types import (
     ReplicaDescription,
     Rollout,
     SamplingParams,
+    TensorSum,
     WeightVersion,
 )
 
@@ -173,6 +174,10 @@ class Replica(abc.ABC):
     @abc.abstractmethod
     def generate(self, call: GenerateCall, timeout_s: float) -> Responses:
         """Starts a call."""
+
+    @abc.abstractmethod
+    def tensor_sums(self, timeout_s: float) -> list[TensorSum]:
+        """Sums of its tensors; ValueError if the reply is invalid, grpc.RpcError if none came."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semrl_jax.rollout.wire.codec import GenerateCall
-from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
+from semrl_jax.rollout.wire.codec import GenerateCall, NotOffered
+from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, TensorSum, WeightVersion
 
 if TYPE_CHECKING:
     from jax import Array
@@ -82,6 +82,13 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def abort_weight_update(self) -> None:
         """Drops the staged weights; the engine continues with the previous ones."""
+
+    async def tensor_sums(self) -> Sequence[TensorSum]:
+        """Sums of the tensors as it holds them, without those that it holds in another form.
+
+        NotOffered if it cannot say. Weights are not committed meanwhile.
+        """
+        raise NotOffered("this engine gives no checksums of its weights.")
 
     async def abort(self) -> None:
         """Ends the running `generate` calls, which yield unfinished responses as "aborted"."""

@@ -23,6 +23,8 @@ from semrl_jax.models import (
     Params,
     Policy,
     UnstackedParams,
+    array_sums,
+    iterate_engine_tensors,
     make_mesh,
     parameter_shardings,
     tensor_specs,
@@ -34,7 +36,7 @@ from semrl_jax.rollout.engines.decoding import DecodingCall
 from semrl_jax.rollout.engines.keeping import Kept
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support.programs import is_one_cpu, num_side_by_side
-from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
+from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, TensorSum, WeightVersion
 
 MIN_PART = 16  # responses in a part of a call
 _ALIGNMENT = 64  # bytes
@@ -166,6 +168,9 @@ class JaxEngine(Engine):
     def abort_weight_update(self) -> None:
         self._staged = None
 
+    async def tensor_sums(self) -> Sequence[TensorSum]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._sums)
+
     async def abort(self) -> None:
         self._num_aborts += 1
 
@@ -173,6 +178,15 @@ class JaxEngine(Engine):
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._parts.shutdown()
         self._params = None
+
+    def _sums(self) -> list[TensorSum]:
+        found = []
+        with self._device_lock:
+            # One tensor after the other: no more than one is held in another layout.
+            for spec, array in iterate_engine_tensors(self._params, self._policy.config):
+                checksum, norm = array_sums(array)
+                found.append(TensorSum(spec.name, spec.dtype, int(checksum), float(norm)))
+        return found
 
     def _start(self, call: GenerateCall) -> list[DecodingCall]:
         """The parts of the call in the order in which they begin."""

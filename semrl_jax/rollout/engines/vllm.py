@@ -41,6 +41,7 @@ from semrl_jax.types import (
     SampleRequest,
     SamplingParams,
     TensorSpec,
+    TensorSum,
     VersionSpan,
     WeightVersion,
     distribution_of,
@@ -220,6 +221,12 @@ class VllmEngine(Engine):
 
     def abort_weight_update(self) -> None:
         self._spare, self._staged = self._staged or self._spare, None
+
+    async def tensor_sums(self) -> Sequence[TensorSum]:
+        tensors = [[spec.name, list(spec.shape)] for spec in self._model.specs]
+        with _engine_errors():
+            (worker, *_) = await self._llm.collective_rpc("semrl_tensor_sums", args=(tensors,))
+        return [TensorSum(*each) for each in worker]
 
     async def abort(self) -> None:
         self._num_aborts += 1

@@ -255,6 +255,7 @@ def _handlers(service: RolloutService) -> grpc.GenericRpcHandler:
         "Pause": grpc.unary_unary_rpc_method_handler(service.Pause),
         "Resume": grpc.unary_unary_rpc_method_handler(service.Resume),
         "Abort": grpc.unary_unary_rpc_method_handler(service.Abort),
+        "TensorSums": grpc.unary_unary_rpc_method_handler(service.TensorSums),
     }
     return grpc.method_handlers_generic_handler(codec.SERVICE_NAME, handlers)
 

@@ -30,6 +30,7 @@ from semrl_jax.types import (
     ReplicaDescription,
     Rollout,
     TensorSpec,
+    TensorSum,
     WeightVersion,
     manifest_digest,
 )
@@ -117,6 +118,12 @@ class RolloutService:
         await asyncio.shield(self._commit_task)
         return version
 
+    async def tensor_sums(self) -> tuple[WeightVersion, Sequence[TensorSum]]:
+        """The version that is served, and the sums of its tensors; none is committed meanwhile."""
+        async with self._admitted(None) as version:
+            with refused_if_invalid():
+                return version, await self._engine.tensor_sums()
+
     def release(self, weights: bool) -> None:
         """Frees what the engine keeps; without weights, calls are refused until new ones come."""
         if weights:
@@ -188,6 +195,9 @@ class RolloutService:
     ) -> pb.UpdateWeightsResponse:
         version = await self.update(functools.partial(self._receive_weights, request_iterator))
         return pb.UpdateWeightsResponse(version=codec.encode_version(version))
+
+    async def TensorSums(self, request, context) -> pb.TensorSumsResponse:
+        return codec.encode_sums(*await self.tensor_sums())
 
     async def Pause(self, request, context) -> pb.PauseResponse:
         counts = self.counts

@@ -47,6 +47,7 @@ def request_readers(limits: ReplicaDescription, specs: Sequence[TensorSpec]) -> 
     """The reader of every method by name, for these limits of a call and tensors of an update."""
     empty = {"Describe": pb.DescribeRequest, "Pause": pb.PauseRequest}
     empty |= {"Resume": pb.ResumeRequest, "Abort": pb.AbortRequest}
+    empty |= {"TensorSums": pb.TensorSumsRequest}
     readers = {name: Reader(kind.FromString) for name, kind in empty.items()}
 
     # Twice the tensors, so that the codec can name missing and extra ones.

@@ -31,6 +31,7 @@ from semrl_jax.types import (
     SampleRequest,
     SamplingParams,
     TensorSpec,
+    TensorSum,
     TokenArray,
     VersionSpan,
     WeightVersion,
@@ -41,9 +42,10 @@ from semrl_jax.types import (
 # 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
 # 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3; 2.1: what is compiled;
 # 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it;
-# 2.3: caches are kept for further turns; 2.4: min_p; 2.5: penalties, min_tokens
+# 2.3: caches are kept for further turns; 2.4: min_p; 2.5: penalties, min_tokens;
+# 2.6: sums of tensors
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 5
+PROTOCOL_MINOR = 6
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change
@@ -177,6 +179,20 @@ def decode_specs(
     if problems:
         raise ValueError(f"tensors do not match the replica's model; {_some(problems, '; ')}.")
     return tuple(TensorSpec(m.name, shapes[m.name], m.dtype) for m in messages)
+
+
+def encode_sums(version: WeightVersion, sums: Iterable[TensorSum]) -> pb.TensorSumsResponse:
+    found = [pb.TensorSum(**dataclasses.asdict(each)) for each in sums]
+    return pb.TensorSumsResponse(version=encode_version(version), sums=found)
+
+
+def decode_sums(message: pb.TensorSumsResponse) -> list[TensorSum]:
+    """Raises ValueError if a name is too long, or a dtype is unknown."""
+    for each in message.sums:
+        _check_name("sums.name", each.name)
+        if each.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{each.name!r} has dtype {quoted(each.dtype)}.")
+    return [_record(TensorSum, each) for each in message.sums]
 
 
 def encode_request(call: GenerateCall) -> pb.GenerateRequest:

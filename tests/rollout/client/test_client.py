@@ -49,10 +49,22 @@ def test_connect_returns_descriptions(world):
     client = world.client(*replicas, connect=False)
     first, second = client.connect(**FAKE)
     assert first.engine == second.engine == "fake"
-    assert (first.protocol_major, first.protocol_minor) == (2, 5)
+    assert (first.protocol_major, first.protocol_minor) == (2, 6)
     assert first.replica_id != second.replica_id
     assert first.version is None
     assert client.lines == []
+
+
+def test_a_replica_without_checksums_says_why(world, monkeypatch):
+    """An engine that has none, and a replica of an earlier release."""
+    client = world.client(world.replica())
+    sync(client)
+    with pytest.raises(UserError, match="this engine gives no checksums"):
+        client.tensor_sums()
+    monkeypatch.setattr(codec, "PROTOCOL_MINOR", 5)
+    older = world.client(world.replica())
+    with pytest.raises(UserError, match="it is of an earlier release"):
+        older.tensor_sums()
 
 
 @pytest.mark.parametrize(

@@ -441,6 +441,30 @@ def test_new_weights_over_the_wire_change_what_is_sampled(policy, params):
     assert max(differences) > 1e-3
 
 
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_tensors_are_those_of_the_weights_that_were_sent(family, dtype):
+    """Their names and layout are Hugging Face's; the engine has cast them, but not the norms."""
+    sizes = dataclasses.asdict(CONFIG)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+             "num_kv_heads", "head_dim", "max_position_embeddings")  # fmt: skip
+    config = models.random_config(family, **{name: sizes[name] for name in names})
+    policy = models.Policy(config, compute_dtype=dtype)
+    params = policy.init(jax.random.key(0))
+    with synced_client(policy, params) as (client, _):
+        sums = {each.name: each for each in client.tensor_sums()}
+    sent = dict(models.iterate_hf_tensors(params, policy.config, "float32"))
+    assert list(sums) == [spec.name for spec in sent]
+    for spec, array in sent.items():
+        held = sums[spec.name]
+        assert held.dtype == ("float32" if spec.name.endswith("norm.weight") else dtype)
+        bits = array.astype(held.dtype).ravel().view(f"u{2 if held.dtype == 'bfloat16' else 4}")
+        places = np.arange(bits.size, dtype=np.uint64)
+        expected = np.sum(bits.astype(np.uint64) * (2 * places + 1)) % 2**32
+        assert held.checksum == expected, spec.name
+        np.testing.assert_allclose(held.norm, np.linalg.norm(array), rtol=1e-2)
+
+
 def make_call(policy, params, requests, sampling, **options):
     call = GenerateCall(tuple(requests), sampling, HiddenStateParams(), VERSION)
     options = {"max_batch": 64, "chunk": 4} | options

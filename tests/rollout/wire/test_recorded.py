@@ -25,6 +25,7 @@ from semrl_jax.types import (
     SampleRequest,
     SamplingParams,
     TensorSpec,
+    TensorSum,
     VersionSpan,
     WeightVersion,
     manifest_digest,
@@ -137,6 +138,7 @@ SCHEDULED = dataclasses.replace(  # 1.7
 COMPILES = dataclasses.replace(  # 2.1
     SCHEDULED, protocol_major=2, protocol_minor=1, compiling="decode_chunk for 12 s"
 )
+SUMS = (TensorSum("model.norm.weight", "bfloat16", 2**32 - 1, 1.5),)  # 2.6
 SPECS = (TensorSpec("model.norm.weight", (4,), "float32"), TensorSpec("scale", (), "bfloat16"))
 CHECKSUMS = [bytes(range(32)), bytes(32)]
 DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
@@ -201,6 +203,7 @@ def messages():
         "2.3": {"generate_request_kept": request(keep=True)},
         "2.4": {"generate_request_min_p": request(MIN_P)},
         "2.5": {"generate_request_penalised": request(PENALISED)},
+        "2.6": {"tensor_sums_response": codec.encode_sums(VERSION, SUMS)},
     }
     for i, chunk_bytes in enumerate(large):
         state_chunk = pb.GenerateResponse.FromString(chunk_bytes)
@@ -291,6 +294,11 @@ def test_request_with_min_p():
 def test_request_with_penalties():
     request = recorded("generate_request_penalised", pb.GenerateRequest, "2.5")
     assert codec.decode_request(request, DESCRIPTION).sampling == PENALISED
+
+
+def test_sums_of_tensors():
+    reply = recorded("tensor_sums_response", pb.TensorSumsResponse, "2.6")
+    assert tuple(codec.decode_sums(reply)) == SUMS
 
 
 def test_weight_update_through_memory():

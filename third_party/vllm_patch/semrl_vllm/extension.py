@@ -204,6 +204,56 @@ class RolloutExtension:
             _repack_tied_head(runner.model)
         _repack_experts(runner.model)
 
+    def semrl_tensor_sums(self, tensors: list[list]) -> list[list]:
+        """Sums of the weights as vLLM holds them, without a copy of a whole tensor.
+
+        Args:
+          tensors: [Hugging Face name, shape] of each tensor.
+
+        Returns:
+          [name, dtype, checksum, norm] of each one that is a parameter, or rows of one into which
+          vLLM fuses several. Those that are split, quantised or packed are left out.
+        """
+        model, shapes = self.model_runner.model, dict(tensors)
+        held = dict(model.named_parameters())  # without kernels that a CPU packs
+        wholes = {}
+        for whole, parts in getattr(model, "packed_modules_mapping", {}).items():
+            wholes |= dict.fromkeys(parts, (whole, parts))
+        found = []
+        for name, shape in tensors:
+            path, module, leaf = name.rsplit(".", 2)
+            whole, parts = wholes.get(module, (module, [module]))
+            rows = [shapes.get(f"{path}.{part}.{leaf}", [0])[0] for part in parts]
+            tensor = held.get(f"{path}.{whole}.{leaf}")
+            if tensor is None or str(tensor.dtype) not in _BITS:
+                continue
+            # A vocabulary may have rows of padding.
+            if list(tensor.shape[1:]) != list(shape[1:]) or len(tensor) < sum(rows):
+                continue
+            first = sum(rows[: parts.index(module)])
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.append([name, dtype, *_sums(tensor.data[first : first + shape[0]])])
+        return found
+
+
+_BITS = {"torch.float32": torch.int32, "torch.bfloat16": torch.int16, "torch.float16": torch.int16}
+
+
+def _sums(tensor: torch.Tensor) -> tuple[int, float]:
+    """Checksum and norm, as `semrl_jax.models.array_sums` has them."""
+    kind = _BITS[str(tensor.dtype)]
+    checksum, square, start = 0, 0.0, 0
+    width = 32 if kind is torch.int32 else 16
+    per_row = tensor[0].numel() if len(tensor) else 1
+    for rows in tensor.split(max((1 << 20) // per_row, 1)):
+        flat = rows.reshape(-1)
+        bits = flat.view(kind).to(torch.int64) & (1 << width) - 1
+        places = torch.arange(start, start + len(flat), dtype=torch.int64, device=flat.device)
+        checksum += int((bits * (2 * places + 1 & 0xFFFFFFFF) & 0xFFFFFFFF).sum())
+        square += float(flat.double().square().sum())
+        start += len(flat)
+    return checksum & 0xFFFFFFFF, square**0.5
+
 
 @contextlib.contextmanager
 def _undrawn_generators(runner: Any) -> Iterator[None]:

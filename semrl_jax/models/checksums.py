@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from semrl_jax.models import Params
+from semrl_jax.models.policy import Params
 
 
 @jax.jit
