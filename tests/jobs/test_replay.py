@@ -289,20 +289,27 @@ def test_a_change_begins_at_its_step_without_a_checkpoint_of_it(run, tmp_path, c
 
 
 def test_steps_of_a_resumed_run_have_the_settings_of_their_attempt(tmp_path, capsys):
-    """Also those of a longer run, and those of a fork."""
+    """Also those of a longer run, and those before and after a fork."""
     run, page = tmp_path / "run", tmp_path / "page.html"
     packed = {"training.pack_sequences": True, "training.micro_batch_tokens": 80}
     for fields in ({"training.num_steps": 2}, {"training.num_steps": STEPS, **packed}):
         made(run, **fields)
     fork = {"training.resume_from": str(run / "checkpoints" / "3"), "training.num_steps": STEPS}
-    for each, first, count in ((run, 0, "4 steps"), (made(tmp_path / "fork", **fork), 3, "1 step")):
+    fork = made(tmp_path / "fork", **fork)
+    for each in (run, fork):
         for recorded in (False, True):
-            assert replay([each], first, None, page, recorded=recorded) == 0
+            assert replay([each], 0, None, page, recorded=recorded) == 0
             out = capsys.readouterr().out
-            assert f"no difference in steps {first} to 3 (compared: rows of {count}, resp" in out
+            assert "no difference in steps 0 to 3 (compared: rows of 4 steps, resp" in out
+    # A fork has no checkpoint and no record of the steps that it inherited.
+    assert chosen_steps(fork, 2, None)[0] == 2 and chosen_steps(fork, None, None)[0] == 3
     # The settings matter.
-    assert replay([run], 2, None, page, changes={"training.pack_sequences": False}) == 1
-    assert "step 2" in capsys.readouterr().out
+    for each in (run, fork):
+        assert replay([each], 2, None, page, changes={"training.pack_sequences": False}) == 1
+        assert "step 2" in capsys.readouterr().out
+    run.rename(tmp_path / "gone")
+    refused(f"continues {run} from step 3 on", replay, [fork], 2, None, page)
+    assert replay([fork], 3, None, page) == 0
 
 
 def test_a_signal_is_no_answer(run):
