@@ -301,6 +301,7 @@ def test_steps_of_a_resumed_run_have_the_settings_of_their_attempt(tmp_path, cap
             assert replay([each], 0, None, page, recorded=recorded) == 0
             out = capsys.readouterr().out
             assert "no difference in steps 0 to 3 (compared: rows of 4 steps, resp" in out
+            assert "gradients of 4 steps" in out  # only records have them
     # A fork has no checkpoint and no record of the steps that it inherited.
     assert chosen_steps(fork, 2, None)[0] == 2 and chosen_steps(fork, None, None)[0] == 3
     # The settings matter.
