@@ -35,7 +35,7 @@ from semrl_jax.settings.rules import flatten
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import STARTS, read_rows
-from semrl_jax.support.run_directory import record_of
+from semrl_jax.support.run_directory import record_of, setting_of
 from semrl_jax.support.safe_files import jsonable, remove
 from semrl_jax.training.loop import run_steps
 from semrl_jax.training.traces import Sums, on_host
@@ -119,6 +119,13 @@ class Steps(NamedTuple):
     checkpoints: Sequence[int]
 
 
+class Parent(NamedTuple):
+    """The run that a fork continues, and the first step that is the fork's own."""
+
+    run: pathlib.Path
+    step: int
+
+
 class Finding(NamedTuple):
     """Where two sides part: the first difference of each stage of one step, at least one."""
 
@@ -159,6 +166,36 @@ def steps_of(run: pathlib.Path) -> Steps:
     return Steps(rows, saved)
 
 
+def parent_of(run: pathlib.Path) -> Parent | None:
+    """None for a run that is no fork (training.resume_from)."""
+    path = setting_of(run, "training", "resume_from")
+    if not path:
+        return None
+    folder = pathlib.Path(path).absolute()
+    return Parent(folder.parents[1], int(folder.name))
+
+
+def maker_of(run: pathlib.Path, step: int) -> pathlib.Path:
+    """The run that made a step: this one, or one that it continues, if that is still there."""
+    parent = parent_of(run)
+    if parent is None or step >= parent.step or not record_of(parent.run):
+        return run
+    return maker_of(parent.run, step)
+
+
+def inherited(run: pathlib.Path, step: int) -> Parent | None:
+    """The parent, if this step is from there; UserError if that run is not there."""
+    parent = parent_of(run)
+    if parent is None or step >= parent.step:
+        return None
+    if maker_of(run, step) == run:
+        raise UserError(
+            f"{run} continues {parent.run} from step {parent.step} on, and that run is not there; "
+            f"put it back, or choose --from={parent.step} or a later step."
+        )
+    return parent
+
+
 def chosen_steps(run: pathlib.Path, begin: int | None, end: int | None) -> tuple[int, int, int]:
     """The checkpoint to start from, and the first and the last step to compare; or UserError."""
     steps = steps_of(run)
@@ -176,6 +213,9 @@ def chosen_steps(run: pathlib.Path, begin: int | None, end: int | None) -> tuple
             f"--from={begin} --to={end}: {run} has steps {steps.rows[0]} to {steps.rows[-1]}; "
             "name steps of it, the first one first."
         )
+    if parent := inherited(run, begin):
+        first, *_ = chosen_steps(parent.run, begin, min(end, parent.step - 1))
+        return first, begin, end
     return max([0, *(step for step in usable if step <= begin)]), begin, end
 
 
@@ -261,6 +301,11 @@ def write_start(replay: Replay, directory: pathlib.Path, config: ml_collections.
         write_fork(fork, directory, new_record(jsonable(config.to_dict())))
     except UserError as error:
         raise UserError(str(error).removeprefix(f"training.resume_from={path}: ")) from None
+    except OSError as error:  # a full disk, or a run that still removes checkpoints
+        raise UserError(
+            f"the start of step {replay.first} cannot be copied to {directory.parent} ({error}); "
+            "make room, name another TMPDIR, or another --from."
+        ) from None
     if any(field.partition(".")[0] in OF_INPUTS for field in replay.changes):
         remove(directory / "inputs.json")
         remove(directory / ANSWERS)
@@ -339,9 +384,9 @@ def known_record(run: pathlib.Path, step: int, row: Mapping[str, Any] | None) ->
 
 
 def known_records(run: pathlib.Path) -> Callable[[int], StepRecord]:
-    """`known_record` by step."""
+    """`known_record` by step; the run that made a step has its files."""
     rows = {row["step"]: row for row in read_rows(run / "metrics.jsonl")}
-    return lambda step: known_record(run, step, rows.get(step))
+    return lambda step: known_record(maker_of(run, step), step, rows.get(step))
 
 
 def checkpoint_sums(folder: pathlib.Path) -> Sums:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ from semrl_jax.jobs.replay import (
     Finding,
     Replay,
     attempts,
+    inherited,
     known_records,
     named,
     replayed,
@@ -49,20 +51,29 @@ print(json.dumps(sorted(flatten(default.get_config()))))
 def records_of(replay: Replay, code: pathlib.Path | None = None) -> Iterator[StepRecord]:
     """The records of a re-run, in this process or in others, see `replay_elsewhere`.
 
-    From a step at which the run was resumed with other settings, its re-run is resumed with these.
+    Steps have the settings of their attempt; inherited steps, of the run that made them.
 
     Args:
       code: a checkout that runs it; None: this one.
     """
     with tempfile.TemporaryDirectory(prefix="semrl-replay-") as temporary:
-        begin = replay
-        for step in attempts(replay.run):
-            if not replay.first < step <= replay.last:
-                continue
-            state = pathlib.Path(temporary) / str(step)
-            yield from _records_of(begin._replace(last=step - 1, save=state), code)
-            begin = replay._replace(first=step, source=state, weights="")
-        yield from _records_of(begin, code)
+        part = replay
+        for run, first, last in _parts(replay.run, replay.first, replay.last):
+            save = replay.save if last == replay.last else pathlib.Path(temporary) / str(last)
+            part = part._replace(run=run, first=first, last=last, save=save)
+            yield from _records_of(part, code)
+            part = part._replace(source=save, weights="")
+
+
+def _parts(run: pathlib.Path, first: int, last: int) -> Iterator[tuple[pathlib.Path, int, int]]:
+    """Runs of which each made some of the steps with the same settings, and these steps."""
+    if parent := inherited(run, first):
+        yield from _parts(parent.run, first, min(last, parent.step - 1))
+        first = parent.step
+    if first <= last:
+        begins = [first, *(step for step in attempts(run) if first < step <= last), last + 1]
+        for begin, end in itertools.pairwise(begins):
+            yield run, begin, end - 1
 
 
 def _records_of(replay: Replay, code: pathlib.Path | None) -> Iterator[StepRecord]:

@@ -168,10 +168,11 @@ def _also(name: str, place: tuple, left: pa.Table, right: pa.Table) -> str:
         values = [table[engine][row].as_py()[: place[1]] for table in tables]
         first = next((i for i, (a, b) in enumerate(zip(*values)) if not _same(a, b)), None)
         also = "are equal before it" if first is None else f"differ from token {first} on"
+        notes = [f"the log-probabilities of the engine {also}"] if place[1] else []
         left_steps, right_steps = (_weights_of(table, row) for table in tables)
         if left_steps != right_steps:
-            also += f"; weights of steps {left_steps} -> {right_steps}"
-        return f"the log-probabilities of the engine {also}"
+            notes.append(f"weights of steps {left_steps} -> {right_steps}")
+        return "; ".join(notes)
     if any("old_logprobs" not in table.column_names for table in tables):
         return ""
     same = _same(*(table["old_logprobs"].to_pylist() for table in tables))

@@ -183,7 +183,7 @@ class Recorded:
             record = read_record(file_of(self.run, step))
         if record is None:
             raise UserError(
-                f"rollout.recorded={self.run} has no record of step {step} "
+                f"{self.run} has no record of step {step} "
                 "(logging.replay_every); choose recorded steps, or sample again."
             )
         epoch, cursor = record.facts["position"]

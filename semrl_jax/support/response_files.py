@@ -199,7 +199,10 @@ def _place(name: str) -> tuple[int, str]:
 def write(file: pathlib.Path, table: pa.Table) -> None:
     """Writes a table; the file is complete or missing. Raises as `replacing`."""
     with replacing(file) as out:
-        pq.write_table(table, out, compression="zstd", write_page_checksum=True)
+        # A dictionary makes columns of log-probabilities larger, and saves nothing in the others.
+        pq.write_table(
+            table, out, compression="zstd", use_dictionary=False, write_page_checksum=True
+        )
 
 
 def join(parts: Sequence[pathlib.Path], file: pathlib.Path) -> None:

@@ -36,6 +36,7 @@ from semrl_jax.training.learner import Learner
 from tests.cases import refused
 from tests.fixtures import save_chat_model, scores_by_length
 from tests.launch.conftest import TINY, succeed
+from tests.rollout.engines.vllm_replica import PYTHON
 from tests.runs.test_algorithms import PPO
 from tests.tiny import tiny_config
 
@@ -272,28 +273,44 @@ def test_a_change_begins_at_its_step_without_a_checkpoint_of_it(run, tmp_path, c
     changes = {"shaping.target": "none"}
     assert replay([few], 2, 3, page, changes=changes, bisect=True) == 1
     assert "step 2, advantages" in capsys.readouterr().out
-    # Without records, the row of the log names the stage.
+    # Without records and responses, the row of the log names the stage.
     shutil.rmtree(few / "records")
+    shutil.rmtree(few / "rollouts")
     assert replay([few], 2, 3, page, changes=changes) == 1
     assert "step 2, advantages" in capsys.readouterr().out
     assert replay([few], 1, 3, page) == 0
+    # A derived setting follows.
+    assert replay([few], 1, 1, page, changes={"rollout.group_size": 2}) == 1
+    assert "step 1, tokens: response/" in capsys.readouterr().out
+    # Without a checkpoint before it, the run is repeated from its beginning.
+    shutil.rmtree(few / "checkpoints" / "1")
+    assert replay([few], 1, 1, page, changes=changes) == 1
+    assert "step 1, advantages" in capsys.readouterr().out
 
 
 def test_steps_of_a_resumed_run_have_the_settings_of_their_attempt(tmp_path, capsys):
-    """Also those of a longer run, and those of a fork."""
+    """Also those of a longer run, and those before and after a fork."""
     run, page = tmp_path / "run", tmp_path / "page.html"
     packed = {"training.pack_sequences": True, "training.micro_batch_tokens": 80}
     for fields in ({"training.num_steps": 2}, {"training.num_steps": STEPS, **packed}):
         made(run, **fields)
     fork = {"training.resume_from": str(run / "checkpoints" / "3"), "training.num_steps": STEPS}
-    for each, first, count in ((run, 0, "4 steps"), (made(tmp_path / "fork", **fork), 3, "1 step")):
+    fork = made(tmp_path / "fork", **fork)
+    for each in (run, fork):
         for recorded in (False, True):
-            assert replay([each], first, None, page, recorded=recorded) == 0
+            assert replay([each], 0, None, page, recorded=recorded) == 0
             out = capsys.readouterr().out
-            assert f"no difference in steps {first} to 3 (compared: rows of {count}, resp" in out
+            assert "no difference in steps 0 to 3 (compared: rows of 4 steps, resp" in out
+            assert "gradients of 4 steps" in out  # only records have them
+    # A fork has no checkpoint and no record of the steps that it inherited.
+    assert chosen_steps(fork, 2, None)[0] == 2 and chosen_steps(fork, None, None)[0] == 3
     # The settings matter.
-    assert replay([run], 2, None, page, changes={"training.pack_sequences": False}) == 1
-    assert "step 2" in capsys.readouterr().out
+    for each in (run, fork):
+        assert replay([each], 2, None, page, changes={"training.pack_sequences": False}) == 1
+        assert "step 2" in capsys.readouterr().out
+    run.rename(tmp_path / "gone")
+    refused(f"continues {run} from step 3 on", replay, [fork], 2, None, page)
+    assert replay([fork], 3, None, page) == 0
 
 
 def test_a_signal_is_no_answer(run):
@@ -302,6 +319,19 @@ def test_a_signal_is_no_answer(run):
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit, match="75"):
         list(records)
+
+
+def test_a_run_with_vllm_replays_from_its_records_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts faster
+    fields = {f"rollout.vllm_{name}": value for name, value in {
+        "python": str(PYTHON), "enforce_eager": True, "kv_cache_gib": 0.1, "max_num_seqs": 16,
+    }.items()}  # fmt: skip
+    # vLLM on CPUs has no heads of 16.
+    fields |= {"rollout.engine": "vllm", "model.num_heads": 1, "training.num_steps": 2}
+    run, page = made(tmp_path / "run", **fields), tmp_path / "page.html"
+    assert replay([run], 0, None, page, recorded=True) == 0
+    assert "compared: rows of 2 steps, responses of 2 steps, grad" in capsys.readouterr().out
+    refused("from recorded responses only", replay, [run], 0, None, page)
 
 
 def test_two_runs_part_at_the_first_step_of_another_number(run, tmp_path, capsys):
@@ -332,7 +362,14 @@ def test_what_cannot_be_replayed_is_one_line(run, tmp_path):
     refused("a re-run has its own", replay, [broken], 2, 3, page, changes=own)
     short = {"training.num_steps": 3}
     refused("ended before step 3", replay, [broken], 2, 3, page, changes=short)
+    sampling = {"rollout.group_size": 2}
+    refused("of the sampling", replay, [broken], 2, 3, page, changes=sampling, recorded=True)
+    content = bytearray(file_of(run, 2).read_bytes())
+    content[len(content) // 4] ^= 1
+    file_of(broken, 2).write_bytes(content)
+    refused("remove it, and the step is compared", replay, [broken], 2, 3, page)
     shutil.copy(file_of(run, 1), file_of(broken, 3))
+    shutil.copy(file_of(run, 2), file_of(broken, 2))
     refused("is the record of step 1", replay, [broken], 2, 3, page)
     file_of(broken, 3).unlink()
     refused("has no record of step 3", replay, [broken], 2, 3, page, recorded=True)

@@ -117,6 +117,8 @@ def test_the_first_difference_of_each_stage_in_order():
         "step 3, tokens: response 2, token 3, response_ids 8 -> 9 (the log-probabilities of the "
         "engine are equal before it)"
     )
+    (at_once, *_) = differences(left, changed(left, "response_ids", 2, 0))
+    assert at_once.note == ""  # nothing is before it
     assert (found[1].what, found[1].row, found[1].token) == ("advantages", 1, 2)
     assert (found[2].what, found[2].left, found[2].right) == ("policy/a", 8.0, 8.5)
 
