@@ -451,12 +451,40 @@ class _Search:
             alone[key] if key in alone else self._finding(entries, same[key])
             for key, entries in groups.items()
         ]
+        found = [self._widened(each, groups[key], bad) for each, key in zip(found, groups)]
         for label in self.known.earlier:  # an engine that missed a whole update
             whole = [each for each in found if each.what == f"every tensor|{label}"]
             if whole and len(whole[0].layers) == self.config.num_layers:
                 texts = f"is that of {label}", f"is the embedding of {label}"
                 found = [*whole, *(x for x in found if x not in whole and x.what not in texts)]
         return found
+
+    def _widened(
+        self, finding: Finding, entries: Sequence[tuple[_Trial, float]], bad: Sequence[Segment]
+    ) -> Finding:
+        """A finding of the pass in all layers, if it would not show in the others.
+
+        Settings hold in all layers. An epsilon, for one, shows in those with small states only.
+        """
+        if not entries or entries[0][0].hypothesis.tensors or not finding.layers:
+            return finding
+        (trial, _), hidden = entries[0], []
+        for segment in self.segments:
+            layers = self._decoder_layers(segment)
+            if segment in bad or not layers:
+                continue
+            x = self.begin(segment)
+            computation = trial.hypothesis.edit(self.own, layers, trial.value)
+            if computation is None:
+                continue
+            if not self.left(computation, segment, x) <= self.limit * self.noise(segment, x):
+                return finding
+            hidden += layers
+        if not hidden:
+            return finding
+        detail = f"in {layer_text(hidden)} rounding hides it"
+        layers = tuple(sorted({*finding.layers, *hidden}))
+        return dataclasses.replace(finding, layers=layers, detail=detail)
 
     def _again(self, trial: _Trial, segment: Segment, x) -> _Trial | None:
         hypothesis = trial.hypothesis
@@ -632,13 +660,11 @@ class _Search:
             return self.left(hypothesis.edit(self.own, layers, number) or self.own, segment, x)
 
         best, value = min((best, value), (left(number), number))
-        for digits in (1, 2, 3, 4):
-            simple = (
-                float(f"{value:.{digits}g}")
-                if abs(value) > 1e-3
-                else (0.0 if not hypothesis.logarithmic else float(f"{value:.{digits}g}"))
-            )
-            if simple == value or (hypothesis.logarithmic and simple <= 0):
+        simpler = [float(f"{value:.{digits}g}") for digits in (1, 2, 3, 4)]
+        if abs(value) < 0.1 and not hypothesis.logarithmic:
+            simpler.insert(0, 0.0)
+        for simple in simpler:
+            if simple == value:
                 continue
             again = left(simple)
             if again <= max(1.02 * best, 0.5 * self.noise(segment, x)):
@@ -740,10 +766,11 @@ class _Search:
         left, what, fitted = (equal or found)[0]
         others = tuple(name.replace("/", " ") for _, name, _ in equal[1:])
         explained = _share(left, whole, rounding)
-        # With fewer tokens than inputs, a fit explains only a part, and all others nearly nothing.
+        # A tensor with more inputs than tokens is explained in part, and all others nearly nothing.
         others_left = [each[0] for each in found if not set(places[what]) & set(places[each[1]])]
         second = _share(min(others_left, default=whole), whole, rounding)
-        if not (explained > 0.75 or explained > 0.2 + 2 * max(second, 0.0)):
+        is_part = " by " not in what and explained > max(0.4, 2 * second)
+        if not (explained > 0.75 or is_part):
             return None
         if what not in free:
             return Finding("tensor", what, (index,), None, explained, others)
@@ -820,7 +847,7 @@ def _of_free(config, name: str, layer: int, given, fitted, explained: float) -> 
         kept = fitted[few] if len(few) <= max(len(fitted) // 2, 1) else fitted
         shown = f"{kept.min():.3g} to {kept.max():.3g}, by {by}"
         if np.ptp(kept) < 0.05 * np.abs(kept).max() or np.abs(kept).max() < 0.01:
-            shown = f"{kept.mean():.3g}"
+            shown = f"{kept.mean():.4g}"
         if len(kept) < len(fitted):
             shown += f" in {by}s {', '.join(map(str, few[:8].tolist()))}"
         return Finding("tensor_scaled", what, (layer,), shown, explained)
