@@ -15,7 +15,9 @@ def get_config(path):
     if not isinstance(settings, dict):
         raise UserError(f"{path} is not the record of a run: it has no settings under 'config'.")
     config = default.get_config()
-    config.update_from_flattened_dict(with_present_names(dict(_fields(settings))))
+    fields = with_present_names(dict(_fields(settings)))
+    fields.pop("training.responses_per_step", None)  # follows changes of its factors
+    config.update_from_flattened_dict(fields)
     return config
 
 

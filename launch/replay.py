@@ -45,13 +45,17 @@ def main(names: list[str]) -> int:
     changes = dict(map(_change, SET.value))
     if (GOOD.value is None) != (BAD.value is None) or (GOOD.value and not BISECT.value):
         raise UserError("--good and --bad are two revisions, for --bisect; give all three.")
-    sides = [len(runs) > 1, bool(changes), GOOD.value is not None, CODE.value is not None]
+    is_changed = bool(changes or WEIGHTS.value)
+    sides = [len(runs) > 1, is_changed, GOOD.value is not None, CODE.value is not None]
     if BISECT.value and sum(sides) != 1:
         raise UserError(
-            "--bisect needs two sides: another run, or --set, or --code, or --good and --bad."
+            "--bisect needs two sides: another run, or --set and --weights, or --code, or --good "
+            "and --bad."
         )
     if len(runs) > 1 and (WEIGHTS.value or RECORDED.value):
         raise UserError("two runs are compared as they are; leave out --weights and --recorded.")
+    if not runs[0].is_dir():
+        raise UserError(f"{runs[0]} is no directory; name that of a run.")
     output = cli.output_file("output", OUTPUT.value or str(runs[0] / "replay.html"))
     from semrl_jax.jobs import replay_report  # here: mistakes and --help need no JAX
     from semrl_jax.support import compilation

@@ -4,11 +4,11 @@
         --vary=shaping.target=none,advantage --vary=training.learning_rate=3e-5,7e-5 --seeds=0,1,2
 
 Every --vary multiplies the variants; --random=N draws N of the combinations; --variant adds one,
-"FIELD=VALUE FIELD=VALUE". All other flags --config.FIELD=VALUE hold for all runs. Every run is a
-launch.train in OUTPUT/VARIANT/seedN. The same command goes on after a kill, and may have more seeds
-or variants. At the end, and with --summarize from what is there: a table, sweep.csv, sweep.png and
-report.html in --output. Exit codes: 0 done, 1 a run has failed, 2 wrong setting (one line names
-it), 75 ended by a signal.
+"NAME: FIELD=VALUE FIELD=VALUE". All other flags --config.FIELD=VALUE hold for all runs. Every run
+is a launch.train in OUTPUT/VARIANT/seedN. The same command goes on after a kill, and may have more
+seeds or variants. At the end, and with --summarize from what is there: a table, sweep.csv,
+sweep.png and report.html in --output. Exit codes: 0 done, 1 a run has failed, 2 wrong setting (one
+line names it), 75 ended by a signal.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from semrl_jax.support.errors import UserError
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of all runs")
 OUTPUT = flags.DEFINE_string("output", None, "directory of the runs, made if missing")
 VARY = flags.DEFINE_multi_string("vary", [], "FIELD=VALUE,VALUE; repeat it for a grid")
-VARIANT = flags.DEFINE_multi_string("variant", [], "FIELD=VALUE FIELD=VALUE; repeat it for a list")
+VARIANT = flags.DEFINE_multi_string("variant", [], "NAME: FIELD=VALUE FIELD=VALUE")
 RANDOM = flags.DEFINE_integer("random", 0, "combinations drawn of --vary; 0: all", lower_bound=0)
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each run of a variant")
 PARALLEL = flags.DEFINE_integer("parallel", 1, "runs at a time", lower_bound=1)

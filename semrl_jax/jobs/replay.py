@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +60,8 @@ OF_REPLAYS: Mapping[str, Any] = {
     "distributed.num_processes": 1,
     "distributed.process_id": -1,
 }
+OF_NO_NUMBER = ("logging.", "evaluation.", "checkpoints.", "profile.", "distributed.")
+OF_SAMPLING = ("rollout.", "data.", "environment.")
 # Sections whose settings decide what inputs.json has the hashes of.
 OF_INPUTS = ("seed", "data", "model", "critic", "rewards", "lora", "rollout", "environment")
 
@@ -84,7 +88,17 @@ class Replay(NamedTuple):
                 f"{self.run} has a setting that this version lacks ({str(error).strip():.200}); "
                 "name a checkout of its version with --code."
             ) from None
+        own = settings_at(self.run, self.first).items()
+        config.update_from_flattened_dict(
+            {name: tuple(value) if isinstance(value, list) else value for name, value in own}
+        )
         if self.recorded:
+            for field in self.changes:
+                if field.startswith(OF_SAMPLING):
+                    raise UserError(
+                        f"--set={field} is of the sampling, whose responses --recorded takes from "
+                        "the records; leave one of them out."
+                    )
             fields = {"recorded": str(self.run.absolute()), "engine": "jax", "addresses": ()}
             fields |= {"addresses_file": "", "jax_processes": 0, "vllm_quantization": ""}
             config.rollout.update(fields)
@@ -123,6 +137,8 @@ def set_fields(config: ml_collections.ConfigDict, fields: Mapping[str, Any]) -> 
     for field, value in fields.items():
         if field not in known:
             raise UserError(f"--set={field}: {unknown_field(config, field)}")
+        if field in OF_REPLAYS or field in ("rollout.recorded", "training.resume_from"):
+            raise UserError(f"--set={field}: a re-run has its own value of it; leave it out.")
         try:
             config.update_from_flattened_dict({field: value})
         except (TypeError, ValueError):
@@ -160,13 +176,7 @@ def chosen_steps(run: pathlib.Path, begin: int | None, end: int | None) -> tuple
             f"--from={begin} --to={end}: {run} has steps {steps.rows[0]} to {steps.rows[-1]}; "
             "name steps of it, the first one first."
         )
-    found = [step for step in usable if step <= begin]
-    if not found and begin:
-        raise UserError(
-            f"{run} has no checkpoint at or before step {begin} (it has "
-            f"{list(steps.checkpoints)}); name a later --from, or 0, where the run began."
-        )
-    return (found[-1] if found else 0), begin, end
+    return max([0, *(step for step in usable if step <= begin)]), begin, end
 
 
 def remarks(run: pathlib.Path) -> list[str]:
@@ -175,17 +185,45 @@ def remarks(run: pathlib.Path) -> list[str]:
     for name, version in record_of(run).get("versions", {}).items():
         if own.get(name, version) != version:
             found.append(f"{name} {version[:12] or 'unknown'} -> {own[name][:12] or 'unknown'}")
-    start_ = next(iter(read_rows(run / STARTS)[-1:]), {})
     here = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    if start_.get("devices", here) != here and start_.get("processes") == 1:
-        found.append(f"devices {start_['devices']} -> {here}")
-    lines = [f"another version or machine than the run's: {', '.join(found)}"] if found else []
-    starts = [row["step"] for row in read_rows(run / STARTS) if row["changed"]]
-    if starts:
-        lines.append(
-            f"settings of the run changed at steps {starts}: a step has those it began with"
-        )
-    return lines
+    starts = read_rows(run / STARTS)
+    for processes, devices in dict.fromkeys((row["processes"], row["devices"]) for row in starts):
+        if processes != starts[-1]["processes"]:
+            found.append(f"processes {processes} -> {starts[-1]['processes']}")
+        elif processes == 1 and devices != here:
+            found.append(f"devices {devices} -> {here}")
+    return [f"another version or machine than the run's: {', '.join(found)}"] if found else []
+
+
+def attempts(run: pathlib.Path) -> dict[int, dict[str, Any]]:
+    """The settings of steps that differ from those of `config.json`, by the first such step.
+
+    Settings that change no number of a re-run are left out.
+    """
+    found: dict[int, dict[str, Any]] = {0: {}}
+    for row in read_rows(run / STARTS):
+        changed = dict(map(_changed_setting, row["changed"]))
+        changed = {n: value for n, value in changed.items() if not n.startswith(OF_NO_NUMBER)}
+        # An attempt repeats the steps from its first one on.
+        found = {step: earlier for step, earlier in found.items() if step < max(row["step"], 1)}
+        if changed != found[max(found)]:
+            found[row["step"]] = changed
+    return found
+
+
+def _changed_setting(line: str) -> tuple[str, Any]:
+    """The field and the new value of a line "field: old -> new" of `starts.jsonl`."""
+    field, _, values = line.partition(": ")
+    for arrow in re.finditer(" -> ", values):  # a text may have one, too
+        with contextlib.suppress(SyntaxError, ValueError):
+            ast.literal_eval(values[: arrow.start()])
+            return field, ast.literal_eval(values[arrow.end() :])
+    raise UserError(f"starts.jsonl has the line {line!r:.200}, which names no two values.")
+
+
+def settings_at(run: pathlib.Path, step: int) -> dict[str, Any]:
+    found = attempts(run)
+    return found[max(begin for begin in found if begin <= step)]
 
 
 def replayed(replay: Replay) -> Iterator[StepRecord]:
@@ -200,7 +238,8 @@ def replayed(replay: Replay) -> Iterator[StepRecord]:
             write_start(replay, directory, config)
             work = functools.partial(_work, replay)
             with contextlib.closing(start(config, str(directory), open_run, work, True)) as steps:
-                yield from steps
+                if code := (yield from steps):  # a signal
+                    raise SystemExit(code)
 
 
 @contextlib.contextmanager
@@ -240,6 +279,11 @@ def _work(
             yield record_of_result(result)
             if result.step == replay.last:
                 break
+        else:
+            raise UserError(
+                f"the re-run ended before step {replay.last}, by its training.num_steps or "
+                "training.num_epochs; leave them as the run has them."
+            )
     if replay.save is not None:
         run.checkpoints.save(state)
         if failure := run.checkpoints.failure():
@@ -256,16 +300,19 @@ def _with_weights(state: TrainState, opened: OpenRun, replay: Replay) -> TrainSt
             f"--weights={path} replaces float32 parameters, but {replay.run} trains "
             f"{'adapters' if learner.lora else learner.optimizer.param_dtype}; leave it out."
         )
+    given = pathlib.Path(path)
     with tempfile.TemporaryDirectory() as directory:
-        if pathlib.Path(path).is_file():  # a safetensors file with the tensors of the model
-            model, file = pathlib.Path(directory), pathlib.Path(path).absolute()
-            (model / "model.safetensors").symlink_to(file)
+        model = pathlib.Path(directory)
+        file = model / "model.safetensors"
+        if given.is_file():  # a safetensors file with the tensors of the model
+            file.symlink_to(given.absolute())
             for other in model_of(replay.run).iterdir():
                 if other.is_file() and not other.name.startswith("model"):
                     (model / other.name).symlink_to(other.absolute())
             path = directory
-        (source,) = find_policies(path, None, "--weights")
-        found = source.params(learner.policy, learner.mesh)
+        with named(given, model), named(given, file):
+            (source,) = find_policies(path, None, "--weights")
+            found = source.params(learner.policy, learner.mesh)
     put = lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding)  # noqa: E731
     return state._replace(params=jax.tree.map(put, found, state.params))
 

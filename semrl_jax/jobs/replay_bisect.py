@@ -9,7 +9,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from semrl_jax.jobs.replay import Compared, Finding, Replay, known_records, steps_of
+from semrl_jax.jobs.replay import (
+    Compared,
+    Finding,
+    Replay,
+    known_records,
+    settings_at,
+    steps_of,
+)
 from semrl_jax.jobs.replay_elsewhere import ROOT, begun_at, records_of
 from semrl_jax.runs.differences import PROMPTS, START, differences, is_compared
 from semrl_jax.sampling.recorded import StepRecord, file_of, read_record, write_record
@@ -87,9 +94,12 @@ def _read(directory: pathlib.Path) -> Callable[[int], StepRecord]:
     return lambda step: read_record(file_of(directory, step))
 
 
-def settings_apart(left: pathlib.Path, right: pathlib.Path) -> dict[str, tuple[Any, Any]]:
-    """The settings of two runs that differ, by full name."""
-    pair = [flatten(record_of(run).get("config", {})) for run in (left, right)]
+def settings_apart(
+    left: pathlib.Path, right: pathlib.Path, step: int
+) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ in a step of two runs, by full name."""
+    runs = left, right
+    pair = [flatten(record_of(run).get("config", {})) | settings_at(run, step) for run in runs]
     names = sorted(pair[0].keys() | pair[1].keys())
     found = {name: (pair[0].get(name), pair[1].get(name)) for name in names}
     return {name: values for name, values in found.items() if values[0] != values[1]}

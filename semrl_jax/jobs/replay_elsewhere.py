@@ -19,6 +19,7 @@ from semrl_jax.jobs.replay import (
     Compared,
     Finding,
     Replay,
+    attempts,
     known_records,
     named,
     replayed,
@@ -48,9 +49,23 @@ print(json.dumps(sorted(flatten(default.get_config()))))
 def records_of(replay: Replay, code: pathlib.Path | None = None) -> Iterator[StepRecord]:
     """The records of a re-run, in this process or in others, see `replay_elsewhere`.
 
+    From a step at which the run was resumed with other settings, its re-run is resumed with these.
+
     Args:
       code: a checkout that runs it; None: this one.
     """
+    with tempfile.TemporaryDirectory(prefix="semrl-replay-") as temporary:
+        begin = replay
+        for step in attempts(replay.run):
+            if not replay.first < step <= replay.last:
+                continue
+            state = pathlib.Path(temporary) / str(step)
+            yield from _records_of(begin._replace(last=step - 1, save=state), code)
+            begin = replay._replace(first=step, source=state, weights="")
+        yield from _records_of(begin, code)
+
+
+def _records_of(replay: Replay, code: pathlib.Path | None) -> Iterator[StepRecord]:
     start_ = next(iter(read_rows(replay.run / STARTS)[-1:]), {})
     processes = start_.get("processes", 1)
     if code is None and processes == 1:

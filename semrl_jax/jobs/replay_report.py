@@ -92,7 +92,7 @@ def _two_runs(
     runs: Sequence[pathlib.Path], begin: int | None, end: int | None, compared: Compared
 ) -> Answer:
     found = between_runs(*runs, begin or 0, end, compared)
-    apart = settings_apart(*runs)
+    apart = settings_apart(*runs, found.first.step if found else begin or 0)
     texts = [f"{name} {a!r} -> {b!r}" for name, (a, b) in apart.items()]
     notes = [f"settings that differ: {', '.join(texts) or 'none'}"]
     if found is not None and is_at_start(found):

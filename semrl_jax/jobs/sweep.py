@@ -37,16 +37,22 @@ class Variant(NamedTuple):
     """Settings that the runs of all seeds share; the texts are as in flags."""
 
     settings: tuple[tuple[str, str], ...]
+    given: str = ""  # a name; without one, the settings are it
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{field}={value}" for field, value in self.settings) or "config"
+        return (
+            self.given
+            or ", ".join(f"{field}={value}" for field, value in self.settings)
+            or "config"
+        )
 
     @property
     def directory(self) -> str:
         """The name as a directory: without the sections, and without odd characters."""
         short = [f"{field.rpartition('.')[2]}={value}" for field, value in self.settings]
-        return re.sub(r"[^\w.,=+-]+", "_", ",".join(short) or "config")[:MAX_NAME]
+        name = self.given or ",".join(short) or "config"
+        return re.sub(r"[^\w.,=+-]+", "_", name)[:MAX_NAME]
 
 
 class Planned(NamedTuple):
@@ -84,7 +90,8 @@ def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) ->
     """The variants of a sweep; UserError for an entry of another form, or two equal ones.
 
     `vary` has FIELD=VALUE,VALUE, all combinations, or `count` drawn of them; `variants` has
-    "FIELD=VALUE FIELD=VALUE", one each in addition; "" is the config itself.
+    "NAME: FIELD=VALUE FIELD=VALUE", one each in addition, with or without a name; "" is the config
+    itself.
     """
     axes = []
     for entry in vary:
@@ -100,10 +107,14 @@ def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) ->
             )
         found = random.Random(0).sample(found, count)
     for entry in variants:
-        pairs = [part.partition("=") for part in entry.split()]
+        name, settings = re.fullmatch(r"(?:([^=]*):(?:\s+|$))?(.*)", entry, re.DOTALL).groups()
+        pairs = [part.partition("=") for part in settings.split()]
         if any(not (field and sign) for field, sign, _ in pairs):
-            raise UserError(f"--variant={entry!r} must be FIELD=VALUE FIELD=VALUE, or empty.")
-        found.append(Variant(tuple((field, value) for field, _, value in pairs)))
+            raise UserError(
+                f"--variant={entry!r} must be FIELD=VALUE FIELD=VALUE, or empty, with or without "
+                "NAME: before it."
+            )
+        found.append(Variant(tuple((field, value) for field, _, value in pairs), name or ""))
     if any(field == "seed" for variant in found for field, _ in variant.settings):
         raise UserError("seed is no setting of a variant; --seeds names the seeds of all.")
     names = [variant.directory for variant in found]

@@ -60,11 +60,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
 
     for name in ("training", "critic", "sft"):
         load_direction(config, name)
-    if config.metrics.probes:
-        from semrl_jax.training.probes import load_probe
-
-        for name in config.metrics.probes:
-            load_probe(name)
+    _indicators_of_probes(config.metrics.probes)
 
 
 def _check_algorithm(config: ml_collections.ConfigDict) -> None:
@@ -256,6 +252,13 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         )
 
 
+def _indicators_of_probes(names: Sequence[str]) -> tuple[str, ...]:
+    """What the shaping may use of the user's probes; UserError for a module that is none."""
+    from semrl_jax.training.probes import indicators_of, load_probe
+
+    return tuple(label for name in names for label in indicators_of(load_probe(name)))
+
+
 def _check_measured(config: ml_collections.ConfigDict) -> None:
     """Checks that the hidden states and metrics that a setting uses are available."""
     shaping, metrics, source = config.shaping, config.metrics, config.hidden_states.source
@@ -277,8 +280,9 @@ def _check_measured(config: ml_collections.ConfigDict) -> None:
         )
     options = ShapingOptions(**shaping)
     measured = [metric_name(name) for name in metrics.names]
+    of_probes = _indicators_of_probes(metrics.probes)
     for indicator in options.tracked:
-        if indicator in TOKEN_INDICATORS or (
+        if indicator in (*TOKEN_INDICATORS, *of_probes) or (
             indicator == GROUP_INDICATOR and indicator in metrics.of_groups
         ):
             continue
@@ -287,7 +291,8 @@ def _check_measured(config: ml_collections.ConfigDict) -> None:
             raise UserError(
                 f"shaping uses {indicator!r}, which is unknown; it may use metrics.names, "
                 f"such as {METRICS}, with _velocity and _acceleration, {GROUP_INDICATOR} of "
-                f"metrics.of_groups, and {', '.join(TOKEN_INDICATORS)}."
+                f"metrics.of_groups, {', '.join(TOKEN_INDICATORS)}, and INDICATORS of "
+                "metrics.probes."
             )
         if shaping.target == "none":
             continue

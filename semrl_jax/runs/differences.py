@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -98,6 +98,8 @@ def differences(left: StepRecord, right: StepRecord) -> Iterator[Difference]:
 
 def _in_columns(stage: str, left: StepRecord, right: StepRecord) -> Difference | None:
     tables = [record.columns for record in (left, right)]
+    if not all(table.num_columns for table in tables):
+        return None  # responses of one side are unknown
     if len({len(table) for table in tables}) > 1:
         if stage != "prompts":
             return None  # rows have no partners
@@ -153,7 +155,7 @@ def _moved(left: pa.Table, right: pa.Table) -> str:
     if len(one) == len(other) and texts[0] == texts[1]:
         return "the same prompts in another order"
     gone, new = len(texts[0] - texts[1]), len(texts[1] - texts[0])
-    return f"{gone} prompts are missing and {new} are new"
+    return "" if not gone and not new else f"{gone} prompts are missing and {new} are new"
 
 
 def _also(name: str, place: tuple, left: pa.Table, right: pa.Table) -> str:
@@ -230,12 +232,13 @@ def _text(value: Any) -> str:
 
 
 def known(records: Sequence[StepRecord]) -> str:
-    """What records of a run have, for a line such as "rows of 4 steps, responses of 2"."""
+    """What records of a run have, for a line such as "rows of 4 steps, responses of 2 steps"."""
     kinds = {
         "rows": lambda record: "row" in record.facts,
         "responses": lambda record: len(record.columns) > 0,
         "gradients": lambda record: "gradients" in record.facts,
         "weights": lambda record: "after" in record.facts or "before" in record.facts,
     }
-    counts: Mapping[str, int] = {name: sum(map(has, records)) for name, has in kinds.items()}
-    return ", ".join(f"{name} of {count}" for name, count in counts.items() if count)
+    steps = {name: {r.step for r in records if has(r)} for name, has in kinds.items()}
+    numbers = {name: f"{len(of)} step{'s' * (len(of) > 1)}" for name, of in steps.items() if of}
+    return ", ".join(f"{name} of {number}" for name, number in numbers.items())

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from semrl_jax.support.response_files import METRICS, SCORES
 from semrl_jax.types import TOKEN_ARRAYS, Rollout, VersionSpan, WeightVersion
 
 RECORDS = "records"  # directory in that of a run
-_FACTS = b"semrl_step"  # key in the metadata of the file
+_FACTS, _SUM = b"semrl_step", b"semrl_step_crc32"  # keys in the metadata of the file
 _NEEDED = ("group_id", "sample_index", "prompt_ids", "response_ids", "rollout_logprobs")
 _NOWHERE = ("turn_characters",)  # needs the tokenizer, and nothing here reads it
 
@@ -55,7 +56,8 @@ def write_record(file: pathlib.Path, record: StepRecord) -> int:
     """Writes a record, complete or not at all; returns its size in bytes."""
     file.parent.mkdir(exist_ok=True)
     facts = json.dumps({"step": record.step, **record.facts}).encode()
-    response_files.write(file, record.columns.replace_schema_metadata({_FACTS: facts}))
+    metadata = {_FACTS: facts, _SUM: str(zlib.crc32(facts))}
+    response_files.write(file, record.columns.replace_schema_metadata(metadata))
     return file.stat().st_size
 
 
@@ -66,12 +68,18 @@ def read_record(file: pathlib.Path) -> StepRecord | None:
     way = "remove it, and the step is compared by its other files"
     try:
         columns = response_files.read(file, _NEEDED)
-        facts = json.loads(ParquetFile(file).schema.metadata[_FACTS])
-        return StepRecord(facts.pop("step"), columns, facts)
+        metadata = ParquetFile(file).schema.metadata
+        if zlib.crc32(metadata[_FACTS]) != int(metadata[_SUM]):
+            raise UserError(f"{file} has been altered")
+        facts = json.loads(metadata[_FACTS])
+        record = StepRecord(facts.pop("step"), columns, facts)
     except UserError as error:
         raise UserError(f"{str(error).rstrip('.')}; {way}.") from None
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{file} is no record of a step; {way}.") from None
+    if file.name != file_of(file, record.step).name:
+        raise UserError(f"{file} is the record of step {record.step}; {way}.")
+    return record
 
 
 def columns_of(

@@ -51,7 +51,10 @@ class ParquetFile:
         """All rows of some columns (None: all), a few at a time; UserError if damaged or long."""
         with self._named():
             source = pq.ParquetFile(
-                self._file, metadata=self._metadata, read_dictionary=self._texts()
+                self._file,
+                metadata=self._metadata,
+                read_dictionary=self._texts(),
+                page_checksum_verification=True,  # of pages that have one
             )
         first = 1
         with source:

@@ -199,7 +199,7 @@ def _place(name: str) -> tuple[int, str]:
 def write(file: pathlib.Path, table: pa.Table) -> None:
     """Writes a table; the file is complete or missing. Raises as `replacing`."""
     with replacing(file) as out:
-        pq.write_table(table, out, compression="zstd")
+        pq.write_table(table, out, compression="zstd", write_page_checksum=True)
 
 
 def join(parts: Sequence[pathlib.Path], file: pathlib.Path) -> None:

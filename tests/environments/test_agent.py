@@ -214,6 +214,14 @@ match ask(str(len(task["text"]))):
         ask("Two.")
     case "nan":
         print("nan")
+    case "unreadable":
+        for message in ({"role": "user", "content": 5}, {"role": "owner", "content": ""}):
+            messages.append(message)
+            try:
+                ask("Go on.")
+            except urllib.error.HTTPError as error:
+                print(0.5 if error.code == 400 else 0)
+            messages.pop()
 """
 
 
@@ -250,6 +258,7 @@ def with_mark(mark):
         (["connections", "end"], 0, 0.5, ""),
         (["twice", "end", "end"], 0, 1.0, ""),  # the second is another conversation
         (["nan"], 0, 0.0, "invalid: reward must be a number"),
+        (["unreadable"], 0, 0.5, ""),
         (["end"], 200_000, 1.0, ""),  # of a task that is too large for a variable
     ],
 )

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 
 import jax
@@ -250,7 +252,8 @@ def test_weights_of_another_policy_differ_from_the_start(run, tmp_path):
 def test_the_command_tells_and_writes_a_page(run, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert replay([run], 1, None, page) == 0
-    assert "no difference in steps 1 to 3 (compared: rows of 3, resp" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no difference in steps 1 to 3 (compared: rows of 3 steps, resp" in out
     assert not page.exists()
     changes = {"rollout.temperature": 0.5}
     assert replay([run], 1, None, page, changes=changes) == 1
@@ -274,6 +277,31 @@ def test_a_change_begins_at_its_step_without_a_checkpoint_of_it(run, tmp_path, c
     assert replay([few], 2, 3, page, changes=changes) == 1
     assert "step 2, advantages" in capsys.readouterr().out
     assert replay([few], 1, 3, page) == 0
+
+
+def test_steps_of_a_resumed_run_have_the_settings_of_their_attempt(tmp_path, capsys):
+    """Also those of a longer run, and those of a fork."""
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    packed = {"training.pack_sequences": True, "training.micro_batch_tokens": 80}
+    for fields in ({"training.num_steps": 2}, {"training.num_steps": STEPS, **packed}):
+        made(run, **fields)
+    fork = {"training.resume_from": str(run / "checkpoints" / "3"), "training.num_steps": STEPS}
+    for each, first, count in ((run, 0, "4 steps"), (made(tmp_path / "fork", **fork), 3, "1 step")):
+        for recorded in (False, True):
+            assert replay([each], first, None, page, recorded=recorded) == 0
+            out = capsys.readouterr().out
+            assert f"no difference in steps {first} to 3 (compared: rows of {count}, resp" in out
+    # The settings matter.
+    assert replay([run], 2, None, page, changes={"training.pack_sequences": False}) == 1
+    assert "step 2" in capsys.readouterr().out
+
+
+def test_a_signal_is_no_answer(run):
+    records = replayed(Replay(run, 1, STEPS - 1))
+    assert next(records).step == 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit, match="75"):
+        list(records)
 
 
 def test_two_runs_part_at_the_first_step_of_another_number(run, tmp_path, capsys):
@@ -300,6 +328,12 @@ def test_what_cannot_be_replayed_is_one_line(run, tmp_path):
     refused("no field of the config", replay, [broken], 2, 3, page, changes={"shaping.x": 1})
     refused("shaping.target='x'", replay, [broken], 2, 3, page, changes={"shaping.target": "x"})
     refused("must be of type", replay, [broken], 2, 3, page, changes={"seed": "x"})
+    own = {"logging.replay_every": 0}
+    refused("a re-run has its own", replay, [broken], 2, 3, page, changes=own)
+    short = {"training.num_steps": 3}
+    refused("ended before step 3", replay, [broken], 2, 3, page, changes=short)
+    shutil.copy(file_of(run, 1), file_of(broken, 3))
+    refused("is the record of step 1", replay, [broken], 2, 3, page)
     file_of(broken, 3).unlink()
     refused("has no record of step 3", replay, [broken], 2, 3, page, recorded=True)
     file_of(broken, 2).write_bytes(file_of(broken, 2).read_bytes()[:100])
@@ -312,7 +346,6 @@ def test_what_cannot_be_replayed_is_one_line(run, tmp_path):
     refused("_METADATA has been altered; name another", replay, [broken], 2, 3, page)
     shutil.rmtree(broken / "checkpoints")
     refused("has no checkpoint at or before step 3", replay, [broken], None, None, page)
-    refused("has no checkpoint at or before step 2", replay, [broken], 2, None, page)
     record = json.loads((broken / "config.json").read_text())
     record["config"]["rollout"]["engine"] = "vllm"
     (broken / "config.json").write_text(json.dumps(record))
@@ -433,4 +466,5 @@ def test_two_processes_replay_as_two_processes(tmp_path):
     )  # fmt: skip
     for flags in ((), ("--recorded",)):
         done = succeed("launch.replay", run, "--from=1", f"--output={page}", *flags, timeout=300)
-        assert "no difference in steps 1 to 2 (compared: rows of 2, responses of 2" in done.stdout
+        what = "(compared: rows of 2 steps, responses of 2 steps"
+        assert f"no difference in steps 1 to 2 {what}" in done.stdout

@@ -26,6 +26,9 @@ def test_a_grid_a_list_and_a_draw(tmp_path):
         Variant((("c", "x"), ("a.b", "3"))), Variant(()),
     ]  # fmt: skip
     assert variants_of([], []) == [Variant(())]
+    named, plain = variants_of([], ["my own: t.u=v:w x=1", "base:"])
+    assert (named.name, named.directory) == ("my own", "my_own") and plain == Variant((), "base")
+    assert named.settings == (("t.u", "v:w"), ("x", "1"))
     drawn = variants_of(["a=1,2,3,4", "b=1,2,3,4"], [], count=5)
     assert len(set(drawn)) == 5 and drawn == variants_of(["a=1,2,3,4", "b=1,2,3,4"], [], count=5)
     runs = plan(grid[:2], [3, 5], tmp_path, 7)

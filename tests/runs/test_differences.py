@@ -171,7 +171,9 @@ def test_keys_and_columns_have_a_stage():
     assert is_compared("policy/grad_norm")
     named = {name for names in COLUMNS.values() for name in names}
     assert named <= {"score/", "metrics/", *ALL_COLUMNS}
-    assert known([record_with()]) == "rows of 1, responses of 1, gradients of 1, weights of 1"
+    assert known([record_with()]) == (
+        "rows of 1 step, responses of 1 step, gradients of 1 step, weights of 1 step"
+    )
     assert set(COLUMNS) < set(STAGES)
 
 

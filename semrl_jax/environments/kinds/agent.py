@@ -34,6 +34,7 @@ from semrl_jax.support.choices import TOKEN_IDS
 from semrl_jax.support.errors import UserError
 
 FORM = choose_format(None, "hermes")
+ROLES = ("system", "user", "assistant", "tool")
 MAX_BODY_BYTES = 8 * 2**20
 MAX_PRINTED_BYTES = 2000  # of the program's last line, and of its error
 MAX_TASK_BYTES = 100_000  # of TASK: Linux refuses a variable of 128 KiB
@@ -132,7 +133,7 @@ class Environment:
         question = self._asked.get()
         if question is None:
             return None
-        said = question.said if question.is_of_ids else list(map(_plain, question.said))
+        said = question.said
         begun = [each for each in self._said if said[: len(each)] == each]
         self._current = max(begun, key=len, default=[])  # what the question continues
         new = said[len(self._current) :]
@@ -178,6 +179,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the body waits 40 ms for the headers' acknowledgement
 
     def do_GET(self) -> None:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "semrl_jax"}
@@ -192,8 +194,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if is_of_ids:
                 said = list(map(int, body["token_ids"]))
             else:
-                said = [{**message, "role": message["role"]} for message in body["messages"]]
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
+                said = list(map(_plain, body["messages"]))
+            if not said:
+                raise ValueError("nothing is asked")
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             self.close_connection = True
             return self._send({"error": {"message": f"the body cannot be read: {error!r}"}}, 400)
         is_chat = self.path.endswith("/chat/completions")
@@ -259,12 +263,14 @@ def _plain(message: Mapping[str, Any]) -> Message:
     """The role and the text of a message; calls in the policy's own form."""
     content = message.get("content") or ""
     if not isinstance(content, str):
-        content = "".join(str(part.get("text", "")) for part in content)
+        content = "".join(part["text"] for part in content)
     for call in message.get("tool_calls") or ():
         function = call["function"]
         arguments = json.loads(function["arguments"] or "{}")
         content += json.dumps({"name": function["name"], "arguments": arguments})
     role = "system" if message["role"] == "developer" else message["role"]
+    if role not in ROLES:
+        raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
     return {"role": role, "content": content}
 
 

@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from semrl_jax.pages.report import page, reading
+from semrl_jax.pages.report.panels import PANELS
 from semrl_jax.pages.report.recorded_responses import recorded, samples
 from semrl_jax.support.errors import UserError
 
 HOST = "127.0.0.1"
+# Files of a run that plots link to.
+LINKED = frozenset(panel.page for panel in PANELS) - {""}
 
 
 def serve(paths: Sequence[pathlib.Path], port: int, announce: Callable[[str], None]) -> None:
@@ -56,6 +59,10 @@ class Content:
         with self._lock:
             runs = reading.read_runs(self._paths, may_be_empty=True)
             return page.page(self._figures(runs), self._samples(runs), live=True)
+
+    def linked(self, name: str) -> bytes:
+        """A page that a plot of the only run links to."""
+        return (self._paths[0] / name).read_bytes()
 
     def changes(self, *, figures: str, samples: str) -> dict[str, Any]:
         """The parts whose version is not the given one: `figures`, `samples`, both or none."""
@@ -139,6 +146,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 asked = urllib.parse.parse_qs(address.query)
                 known = {name: asked.get(name, [""])[0] for name in ("figures", "samples")}
                 self._send_json(200, content.changes(**known))
+            elif rest[0] in LINKED:
+                self._send(200, "text/html; charset=utf-8", content.linked(rest[0]))
             else:
                 self._send(404, "text/plain", b"not found\n")
         except (UserError, OSError) as error:

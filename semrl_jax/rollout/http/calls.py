@@ -20,8 +20,8 @@ from semrl_jax.rollout.server.service import RolloutService
 from semrl_jax.rollout.wire import codec
 from semrl_jax.types import HiddenStateParams, MetricParams, Rollout, SampleRequest, SamplingParams
 
-GATHER_S = 0.01  # a call waits as long for a further request, if one has come in this time
-MAX_GATHERS = 20
+GATHER_S = 0.004  # a call waits as long for a further request, if one has come in this time
+MAX_GATHERS = 50
 
 
 class How(NamedTuple):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.metrics.measurements import Measurement, Metrics
+from semrl_jax.metrics.measurements import Measurement, MetricKey, Metrics
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
@@ -120,6 +120,12 @@ class Probes(Probe):
         for module, probe in self._probes:
             with running(FIELD, module, "before"):
                 seen = probe.before(seen)
+            for label in indicators_of(module):
+                if MetricKey.parse(label) not in seen.scored.metrics:
+                    raise UserError(
+                        f"{FIELD}={module.__name__!r}: INDICATORS has {label!r}, but `before` "
+                        "gives no such metric; it must return seen.with_metrics(...) with it."
+                    )
         return seen
 
     def after(self, seen: Seen) -> dict[str, float]:
@@ -135,6 +141,11 @@ class Probes(Probe):
 def load_probe(name: str) -> ModuleType:
     """The module of a name of BUILT_IN, or of a user's probe. Raises UserError if it is none."""
     return load_module(FIELD, name, __name__, ("probe",))
+
+
+def indicators_of(module: ModuleType) -> tuple[str, ...]:
+    """Labels of the metrics that a user's probe gives to the shaping, see `MetricKey.label`."""
+    return tuple(getattr(module, "INDICATORS", ()))
 
 
 def load_probes(tools: Tools) -> Probes:

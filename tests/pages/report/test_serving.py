@@ -69,6 +69,13 @@ def test_changes_are_sent_once(served):
     assert changes(figures=known["figures"], samples=third["samples"]["version"]) == {}
 
 
+def test_the_page_that_a_plot_links_to_is_sent(served):
+    run, address = served
+    (run / "mismatch.html").write_text("<p>layers")
+    assert get(f"{address}mismatch.html")[::2] == (200, b"<p>layers")
+    assert get(f"{address}config.json")[0] == 404
+
+
 def test_responses_that_cannot_be_read_do_not_stop_the_server(served):
     run, address = served
     rollouts = run / "rollouts"

@@ -444,7 +444,7 @@ def test_new_weights_over_the_wire_change_what_is_sampled(policy, params):
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_tensors_are_those_of_the_weights_that_were_sent(family, dtype):
-    """By name, in the layout of Hugging Face, and after the engine's cast; norms stay float32."""
+    """Their names and layout are Hugging Face's; the engine has cast them, but not the norms."""
     sizes = dataclasses.asdict(CONFIG)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
              "num_kv_heads", "head_dim", "max_position_embeddings")  # fmt: skip

@@ -263,6 +263,20 @@ def test_a_taken_port_is_one_line(tokenizer):
             EmbeddedReplica(FakeEngine(), token=TOKEN, http=http)
 
 
+def test_an_answer_does_not_wait_for_an_acknowledgement(fake, monkeypatch):
+    accepted, accept = [], socket.socket.accept
+
+    def recorded(self):
+        connection, address = accept(self)
+        accepted.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        return connection, address
+
+    monkeypatch.setattr(socket.socket, "accept", recorded)
+    with urllib.request.urlopen(f"{fake().url}/health", timeout=10):
+        pass
+    assert accepted and all(accepted)
+
+
 def test_the_port_is_free_after_close(fake):
     served = fake()
     port = int(served.url.rsplit(":", 1)[1])

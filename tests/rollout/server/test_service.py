@@ -117,6 +117,7 @@ def all_calls(channel):
         "Pause": (stub.Pause, pb.PauseRequest()),
         "Resume": (stub.Resume, pb.ResumeRequest()),
         "Abort": (stub.Abort, pb.AbortRequest()),
+        "TensorSums": (stub.TensorSums, pb.TensorSumsRequest()),
         "Health.Check": (health.Check, health_pb2.HealthCheckRequest()),
         "Health.Watch": (health.Watch, health_pb2.HealthCheckRequest()),
         "Reflection": (reflection.ServerReflectionInfo, iter([query])),
@@ -125,7 +126,7 @@ def all_calls(channel):
 
 
 CALLS = list(all_calls(grpc.insecure_channel("127.0.0.1:1")))
-OURS = CALLS[:6]
+OURS = CALLS[:7]
 
 
 def test_every_method_of_the_service_is_listed():

@@ -96,6 +96,20 @@ def test_mistakes_in_a_users_probe_are_named(config):
             validate(config)
 
 
+def test_the_shaping_uses_what_a_users_probe_declares(monkeypatch):
+    module = sys.modules[__name__]
+    config = tiny_config()
+    config.metrics.probes = (__name__,)
+    config.shaping.guidance = "length"
+    with pytest.raises(UserError, match=r"shaping uses 'length', which is unknown.*INDICATORS"):
+        validate(config)
+    monkeypatch.setattr(module, "INDICATORS", ("length",), raising=False)
+    validate(config)
+    assert Probes([(module, Lengths(2))]).before(SEEN).scored.metrics[KEY].value.tolist() == [2] * 4
+    with pytest.raises(UserError, match="INDICATORS has 'length', but `before` gives no such"):
+        Probes([(module, Probe())]).before(SEEN)
+
+
 def test_log_probabilities_are_those_of_the_pass_or_else_of_the_update():
     ours = np.zeros((4, 2), np.float32)
     trained = np.arange(4)[:, None] < np.array([2, 2])
