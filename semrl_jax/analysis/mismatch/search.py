@@ -475,9 +475,10 @@ class _Search:
                 continue
             x = self.begin(segment)
             computation = trial.hypothesis.edit(self.own, layers, trial.value)
-            if computation is None:
-                continue
-            if not self.left(computation, segment, x) <= self.limit * self.noise(segment, x):
+            left = np.nan if computation is None else self.left(computation, segment, x)
+            if computation is None or left == self.left(self.own, segment, x):
+                continue  # the layer has no such setting, or this value of it
+            if not left <= self.limit * self.noise(segment, x):
                 return finding
             hidden += layers
         if not hidden:
