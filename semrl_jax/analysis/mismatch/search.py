@@ -5,7 +5,7 @@ engine's own states at its begin, so that a difference counts where it arises an
 With all layers a segment is one layer. A segment whose difference is above what rounding explains
 is computed again under each hypothesis. The cause is the one that leaves the least difference; it
 explains the segment if only rounding is left. If none does, each tensor is set free and fitted to
-half of the tokens: the other half tells whether another tensor would explain it.
+three of four tokens: the others tell whether another tensor would explain it.
 """
 
 from __future__ import annotations
@@ -763,9 +763,11 @@ class _Search:
         if not found:
             return None
         equal = [each for each in found if each[0] <= self.limit * rounding]
-        found.sort(key=lambda each: each[0])
-        left, what, fitted = (equal or found)[0]
-        others = tuple(name.replace("/", " ") for _, name, _ in equal[1:])
+        near = max(1.25 * min(left for left, *_ in found), self.limit * rounding)
+        left, what, fitted = min(
+            (each for each in found if each[0] <= near), key=lambda each: (rank(each[1]), each[0])
+        )
+        others = tuple(name.replace("/", " ") for _, name, _ in equal if name != what)
         explained = _share(left, whole, rounding)
         # A tensor with more inputs than tokens is explained in part, and all others nearly nothing.
         others_left = [each[0] for each in found if not set(places[what]) & set(places[each[1]])]
