@@ -155,8 +155,8 @@ class Diagnosis:
             return " ".join(finding.sentence for finding in self.findings)
         worst = max(self.ratios, default=0.0)
         return (
-            f"Rounding in {self.dtype or 'the dtypes'} explains the difference: at most "
-            f"{worst:.2g} of {self.limit:g} times what another order of the same sums gives."
+            f"Rounding in {self.dtype or 'the dtypes'} explains the difference: where it is "
+            f"largest, it is {worst:.2g} times rounding, and up to {self.limit:g} is usual."
         )
 
 
