@@ -668,7 +668,7 @@ class _Search:
             if simple == value:
                 continue
             again = left(simple)
-            if again <= max(1.02 * best, 0.5 * self.noise(segment, x)):
+            if again <= max(1.05 * best, 0.5 * self.noise(segment, x)):
                 return again, simple
         return best, value
 
