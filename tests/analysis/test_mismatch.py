@@ -123,6 +123,52 @@ def test_a_fault_of_an_engine_is_found(kind):
     assert faults.is_right(case, diagnosis), (case, diagnosis.sentence)
 
 
+def swapped(kernel):
+    """The two key heads exchanged."""
+    return np.roll(kernel, kernel.shape[1] // 2, axis=1)
+
+
+def rescaled(kernel):
+    """A factor of its own for each output."""
+    return kernel * np.linspace(0.5, 1.5, kernel.shape[1], dtype=np.float32)
+
+
+def updated(kernel):
+    """Some updates later."""
+    return faults.moved(kernel, 1, 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "layer", "kind", "what"),
+    [
+        (dict.fromkeys(("query/bias", "key/bias", "value/bias"), np.zeros_like), None,
+         "tensor_missing", "every bias"),
+        (dict.fromkeys(("key/kernel", "value/kernel"), swapped), 2,
+         "heads", "the key and value kernel of heads 1, 0 in turn"),
+        ({"up/kernel": rescaled}, 1, "tensor_scaled", "up kernel"),
+        (dict.fromkeys(("gate/kernel", "up/kernel"), updated), 3, "tensor", "gate and up kernel"),
+    ],
+)  # fmt: skip
+def test_changes_of_fused_tensors_heads_and_scales_are_found(changes, layer, kind, what):
+    config, params = faults.model("qwen2", 3)
+    observation = given(config, faults.changed(params, changes, layer))
+    (finding,) = diagnose(config, params, observation).findings
+    layers = (0, 1, 2, 3) if layer is None else (layer,)
+    assert (finding.kind, finding.what, finding.layers) == (kind, what, layers)
+
+
+@pytest.mark.slow
+def test_two_causes_in_one_layer_are_both_named():
+    config, params = faults.model("llama", 3)
+    other = dataclasses.replace(config, rope_theta=1e4)
+    found = diagnose(config, params, given(other, doubled(config, params))).findings
+    assert [(each.kind, each.layers, each.value) for each in found] == [
+        ("rope_base", (0, 1, 2, 3), pytest.approx(1e4, rel=1e-3)),
+        ("tensor_scaled", (2,), pytest.approx(2.0)),
+    ]
+
+
 @pytest.mark.soak
 def test_fifty_faults():
     """At least 95 % of fifty. In bfloat16 some are below its rounding."""

@@ -62,6 +62,7 @@ def test_recorded_numbers_of_the_same_weights_are_healthy(home):
     assert "Rounding in float32 explains" in done.stdout
     (engine,) = json.loads(page.with_suffix(".json").read_text())["engines"]
     assert engine["findings"] == [] and max(engine["ratios"].values()) < 5
+    assert list(engine["ratios"]) == ["0", "1", "2", "3"] and engine["logprob_mismatch"] < 1e-5
     assert b"Rounding in float32" in page.read_bytes()
 
 

@@ -21,7 +21,7 @@ from semrl_jax import models
 from semrl_jax.models.attention import UNSEEN
 from semrl_jax.models.decoder import ACTIVATIONS, NO_WINDOW, rotary_frequencies
 from semrl_jax.models.decoder_config import DENSE_MODULES, EXPERT_MODULES, DecoderConfig
-from semrl_jax.models.experts import Kernels, mixture
+from semrl_jax.models.experts import Kernels, mixture, route
 from semrl_jax.models.lora import A, B, merged, stored
 
 Params = models.Params
@@ -54,6 +54,7 @@ class How(NamedTuple):
     rounds_cache: str = "float32"  # dtype of keys and values
     tiles_heads: bool = False  # whether query head n uses key head n % K, not n // (N / K)
     times: int = 1  # how often the layer is applied
+    has_slopes: bool = False  # whether it has derivatives in both modes, which takes longer
     gives_old: bool = False  # whether rows before `event` have the states of `before`
 
 
@@ -89,40 +90,36 @@ class Layer(NamedTuple):
             params[module][leaf] = value
         return self._replace(params=params)
 
-    def free(self) -> dict[str, Array | dict[str, Array]]:
+    def free(self) -> dict[str, Array]:
         """All that may be fitted, with the values that change nothing.
 
-        These are the tensors and groups of them, the frequencies, and factors of the heads, of the
-        inputs and of the outputs of a kernel, as "<tensor> by <axis>".
+        These are the tensors, the frequencies, and factors of the heads, inputs, outputs and
+        experts of a kernel, as "<tensor> by <axis>".
         """
-        tensors = self.tensors()
+        tensors, width = self.tensors(), self.how.config.head_dim
         found = {"frequencies": self.frequencies, **tensors}
-        for what, names in groups_of(tensors).items():
-            if what not in ("every kernel", "every norm"):
-                found[what] = {name: tensors[name] for name in names}
-        width = self.how.config.head_dim
         for name, tensor in tensors.items():
-            if tensor.ndim != 2:
-                continue
-            found |= {f"{name} by {by}": jnp.ones(tensor.shape[i]) for i, by in enumerate(AXES)}
+            if tensor.ndim == 3:
+                found[f"{name} by expert"] = jnp.ones(len(tensor))
+            if tensor.ndim == 2:
+                found |= {f"{name} by {by}": jnp.ones(tensor.shape[i]) for i, by in enumerate(AXES)}
             if (axis := HEAD_AXES.get(name)) is not None:
                 found[f"{name} by head"] = jnp.ones(tensor.shape[axis] // width)
         return found
 
-    def with_free(self, name: str, value: Any) -> Layer:
-        """The layer with one entry of `free` replaced."""
-        if isinstance(value, dict):
-            return self.with_tensors(value)
-        if name == "frequencies":
-            return self._replace(frequencies=value)
-        name, _, by = name.partition(" by ")
-        if not by:
-            return self.with_tensors({name: value})
-        axis = HEAD_AXES[name] if by == "head" else AXES.index(by)
-        if by == "head":
-            value = jnp.repeat(value, self.how.config.head_dim)
-        tensor = self.tensors()[name]
-        return self.with_tensors({name: tensor * jnp.expand_dims(value, 1 - axis)})
+    def with_free(self, values: Mapping[str, Array]) -> Layer:
+        """The layer with entries of `free` replaced."""
+        tensors = {name: values.get(name, own) for name, own in self.tensors().items()}
+        for name, value in values.items():
+            tensor, _, by = name.partition(" by ")
+            if by == "head":
+                value, by = jnp.repeat(value, self.how.config.head_dim), AXES[HEAD_AXES[tensor]]
+            if by:
+                axis = 0 if by == "expert" else AXES.index(by)
+                shape = [-1 if i == axis else 1 for i in range(tensors[tensor].ndim)]
+                tensors[tensor] = tensors[tensor] * value.reshape(shape)
+        frequencies = values.get("frequencies", self.frequencies)
+        return self.with_tensors(tensors)._replace(frequencies=frequencies)
 
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         for _ in range(self.how.times):
@@ -402,7 +399,18 @@ def _feed_forward(how, params, x):
         features = activation(_linear(how, params, "gate", x)) * _linear(how, params, "up", x)
         return _linear(how, params, "down", features)
     kernels = Kernels(*(params[name]["kernel"].astype(how.dtype) for name in EXPERT_MODULES))
-    return mixture(x, kernels, how.config.experts, activation, None)
+    if not how.has_slopes:
+        return mixture(x, kernels, how.config.experts, activation, None)
+    rows = x.reshape(-1, x.shape[-1])
+    chosen, weights = route(rows, kernels.router, how.config.experts)
+
+    def of_expert(expert):
+        index, gate, up, down = expert
+        weight = jnp.sum(jnp.where(chosen == index, weights, 0.0), axis=1)[:, None]
+        return weight * ((activation(rows @ gate) * (rows @ up)) @ down)
+
+    every = jnp.arange(len(kernels.gate)), *kernels[1:]
+    return jnp.sum(jax.lax.map(of_expert, every), axis=0).reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

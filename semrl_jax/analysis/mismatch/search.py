@@ -5,7 +5,7 @@ engine's own states at its begin, so that a difference counts where it arises an
 With all layers a segment is one layer. A segment whose difference is above what rounding explains
 is computed again under each hypothesis. The cause is the one that leaves the least difference; it
 explains the segment if only rounding is left. If none does, each tensor is set free and fitted to
-half of the tokens: the other half tells whether another tensor would explain it.
+three of four tokens: the others tell whether another tensor would explain it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax import models
-from semrl_jax.analysis.mismatch.computation import Computation, computation_of, normed
+from semrl_jax.analysis.mismatch.computation import (
+    Computation,
+    computation_of,
+    groups_of,
+    normed,
+)
 from semrl_jax.analysis.mismatch.hypotheses import CAUSES, Hypothesis, Known, hypotheses
 from semrl_jax.analysis.mismatch.observed import DTYPES, Observation
 
@@ -150,8 +155,8 @@ class Diagnosis:
             return " ".join(finding.sentence for finding in self.findings)
         worst = max(self.ratios, default=0.0)
         return (
-            f"Rounding in {self.dtype or 'the dtypes'} explains the difference: at most "
-            f"{worst:.2g} of {self.limit:g} times what another order of the same sums gives."
+            f"Rounding in {self.dtype or 'the dtypes'} explains the difference: where it is "
+            f"largest, it is {worst:.2g} times rounding, and up to {self.limit:g} is usual."
         )
 
 
@@ -418,7 +423,7 @@ class _Search:
             if left > noise and (several := self._several(segment, x, noise)) is not None:
                 best, equal, left = several, [], several.left
             finding, share = None, _share(left, whole, rounding)
-            if left > noise and left > 0.1 * whole:
+            if left > max(noise, 0.01 * whole):
                 finding = self._freed(segment, x, whole, rounding)
             is_open = left > noise and not (finding and finding.explained > 0.999)
             if is_open and (pair := self._paired(segment, x, best, whole, noise)):
@@ -427,7 +432,7 @@ class _Search:
                     groups.setdefault(key, []).append((trial, 1.0))
                     same.setdefault(key, [])
                 continue
-            if left > noise and left > 0.1 * whole:
+            if left > max(noise, 0.01 * whole):
                 if finding is None and share < 0.75:
                     finding = self._by_elimination(segment)
                 if finding is not None and (share < 0.75 or finding.explained > share):
@@ -442,10 +447,45 @@ class _Search:
             share = 1.0 if left <= noise else _share(left, whole, rounding)
             groups.setdefault(key, []).append((best, share))
             same.setdefault(key, equal)
-        return [
+        found = [
             alone[key] if key in alone else self._finding(entries, same[key])
             for key, entries in groups.items()
         ]
+        found = [self._widened(each, groups[key], bad) for each, key in zip(found, groups)]
+        for label in self.known.earlier:  # an engine that missed a whole update
+            whole = [each for each in found if each.what == f"every tensor|{label}"]
+            if whole and len(whole[0].layers) == self.config.num_layers:
+                texts = f"is that of {label}", f"is the embedding of {label}"
+                found = [*whole, *(x for x in found if x not in whole and x.what not in texts)]
+        return found
+
+    def _widened(
+        self, finding: Finding, entries: Sequence[tuple[_Trial, float]], bad: Sequence[Segment]
+    ) -> Finding:
+        """A finding of the pass in all layers, if it would not show in the others.
+
+        Settings hold in all layers. An epsilon, for one, shows in those with small states only.
+        """
+        if not entries or entries[0][0].hypothesis.tensors or not finding.layers:
+            return finding
+        (trial, _), hidden = entries[0], []
+        for segment in self.segments:
+            layers = self._decoder_layers(segment)
+            if segment in bad or not layers:
+                continue
+            x = self.begin(segment)
+            computation = trial.hypothesis.edit(self.own, layers, trial.value)
+            left = np.nan if computation is None else self.left(computation, segment, x)
+            if computation is None or left == self.left(self.own, segment, x):
+                continue  # the layer has no such setting, or this value of it
+            if not left <= self.limit * self.noise(segment, x):
+                return finding
+            hidden += layers
+        if not hidden:
+            return finding
+        detail = f"in {layer_text(hidden)} rounding hides it"
+        layers = tuple(sorted({*finding.layers, *hidden}))
+        return dataclasses.replace(finding, layers=layers, detail=detail)
 
     def _again(self, trial: _Trial, segment: Segment, x) -> _Trial | None:
         hypothesis = trial.hypothesis
@@ -621,16 +661,14 @@ class _Search:
             return self.left(hypothesis.edit(self.own, layers, number) or self.own, segment, x)
 
         best, value = min((best, value), (left(number), number))
-        for digits in (1, 2, 3, 4):
-            simple = (
-                float(f"{value:.{digits}g}")
-                if abs(value) > 1e-3
-                else (0.0 if not hypothesis.logarithmic else float(f"{value:.{digits}g}"))
-            )
-            if simple == value or (hypothesis.logarithmic and simple <= 0):
+        simpler = [float(f"{value:.{digits}g}") for digits in (1, 2, 3, 4)]
+        if abs(value) < 0.1 and not hypothesis.logarithmic:
+            simpler.insert(0, 0.0)
+        for simple in simpler:
+            if simple == value:
                 continue
             again = left(simple)
-            if again <= max(1.02 * best, 0.5 * self.noise(segment, x)):
+            if again <= max(1.05 * best, 0.5 * self.noise(segment, x)):
                 return again, simple
         return best, value
 
@@ -689,43 +727,61 @@ class _Search:
         return Finding("unknown", "", self._decoder_layers(segment), None, 0.0)
 
     def _freed(self, segment: Segment, x, whole: float, rounding: float) -> Finding | None:
-        """The tensor of a layer whose fit to half of the tokens explains the other half best."""
+        """What must be another one in a layer, by fits to three of four tokens.
+
+        It explains the other tokens. The fewest numbers that explain all are the best explanation.
+        """
         layers = self._decoder_layers(segment)
         if len(layers) != 1 or segment.last > self.config.num_layers or segment.first < 0:
             return None
         (index,), rows = layers, self.rows(segment)
-        halves = np.zeros_like(rows)
-        halves[:, ::2] = True
+        fitted_rows = rows & (np.arange(rows.shape[1]) % 4 != 0)
         own = self.own.layers[index]
-        found: list[tuple[float, str, Array]] = []
-        # Few numbers that explain all are a better explanation than many.
-        for name, free in sorted(own.free().items(), key=lambda each: _size(each[1])):
-            tensors = tuple(free) if isinstance(free, dict) else (name.partition(" by ")[0],)
-            possible = Hypothesis("tensor", name, None, True, tensors=tensors)
-            is_tensor = name != "frequencies"
-            if _size(free) > MOST_FREE:
-                continue
-            if is_tensor and not self._is_possible(possible, (index,)):
-                continue
-            fitted = self._fitted_free(segment, x, index, name, rows & halves)
-            layer = own.with_free(name, fitted)
-            computed = self.computed(self.own.with_layer(index, layer), segment, x)
-            left = _rms(self.differences(segment, computed, self.given(segment))[rows & ~halves])
-            found.append((left, name, fitted))
-            if left <= self.limit * rounding:
+        free = {name: value for name, value in own.free().items() if value.size <= MOST_FREE}
+        places = {name: (name,) for name in free}
+        for what, names in groups_of(own.tensors()).items():
+            if what not in ("every kernel", "every norm") and set(names) <= set(free):
+                places[what] = names
+
+        def rank(what):  # an engine has scales of outputs rather than of inputs
+            return sum(free[name].size for name in places[what]), what.endswith(" by input")
+
+        found: list[tuple[float, str, dict[str, Array]]] = []
+        for what in sorted(places, key=rank):
+            good = [name for left, name, _ in found if left <= self.limit * rounding]
+            if good and rank(what)[0] > rank(good[0])[0]:
                 break
+            names = tuple(name.partition(" by ")[0] for name in places[what])
+            possible = Hypothesis("tensor", what, None, True, tensors=names)
+            if what != "frequencies" and not self._is_possible(possible, (index,)):
+                continue
+            fitted = self._fitted_free(segment, x, index, free, places[what], fitted_rows)
+            layer = own.with_free(fitted)
+            computed = self.computed(self.own.with_layer(index, layer), segment, x)
+            left = self.differences(segment, computed, self.given(segment))
+            found.append((_rms(left[rows & ~fitted_rows]), what, fitted))
         if not found:
             return None
-        left, name, fitted = min(found, key=lambda each: each[0])
+        equal = [each for each in found if each[0] <= self.limit * rounding]
+        near = max(1.25 * min(left for left, *_ in found), self.limit * rounding)
+        left, what, fitted = min(
+            (each for each in found if each[0] <= near), key=lambda each: (rank(each[1]), each[0])
+        )
+        others = tuple(name.replace("/", " ") for _, name, _ in equal if name != what)
         explained = _share(left, whole, rounding)
-        if not explained > 0.75:
+        # A tensor with more inputs than tokens is explained in part, and all others nearly nothing.
+        others_left = [each[0] for each in found if not set(places[what]) & set(places[each[1]])]
+        second = _share(min(others_left, default=whole), whole, rounding)
+        is_part = " by " not in what and explained > max(0.4, 2 * second)
+        if not (explained > 0.75 or is_part):
             return None
-        if isinstance(fitted, dict):
-            return Finding("tensor", name, (index,), None, explained)
-        given = np.asarray(own.free()[name])
-        return _of_free(self.config, name, index, given, np.asarray(fitted), explained)
+        if what not in free:
+            return Finding("tensor", what, (index,), None, explained, others)
+        before, after = (np.asarray(values[what]) for values in (free, fitted))
+        finding = _of_free(self.config, what, index, before, after, explained)
+        return dataclasses.replace(finding, alternatives=others)
 
-    def _fitted_free(self, segment, x, index, name, rows) -> Array:
+    def _fitted_free(self, segment, x, index, free, names, rows) -> dict[str, Array]:
         """Least squares of the relative differences at some tokens, by Gauss-Newton."""
         norms = self.norms[segment.last][:, :, None]
         weight = jnp.asarray(np.where(rows[:, :, None], 1.0 / norms, 0.0), jnp.float32)
@@ -733,10 +789,11 @@ class _Search:
         layer, final = self.exact.layers[index], None
         if segment.last == self.config.num_layers:
             final = self.exact.final_scale, self.exact.final_epsilon
-        free, inputs = layer.free()[name], (jnp.asarray(x), target, weight)
+        how = layer.how._replace(has_slopes=True)
+        moves = {name: float(name in names) for name in free}
         for _ in range(FREE_STEPS):
             moved, before, after = _free_step(
-                layer.how, name, layer._replace(how=None), free, *inputs, final
+                how, layer._replace(how=None), free, moves, jnp.asarray(x), target, weight, final
             )
             if not after < before:
                 break
@@ -746,35 +803,37 @@ class _Search:
         return free
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _free_step(how, name, layer, free, x, target, weight, final):
-    """A Gauss-Newton step of an entry of `Layer.free`, and the sum of squares before and after."""
+@functools.partial(jax.jit, static_argnums=0)
+def _free_step(how, layer, free, moves, x, target, weight, final):
+    """A Gauss-Newton step of the entries of `Layer.free` with `moves` 1, and not of those with 0.
 
-    def error(free):
-        y = layer._replace(how=how).with_free(name, free)(x)
+    Returns them, and the sums of squares before and after. One program serves all entries.
+    """
+
+    def moved(step, share=1.0):
+        return jax.tree.map(lambda x, change, moves: x + moves * share * change, free, step, moves)
+
+    def error(step):
+        y = layer._replace(how=how).with_free(moved(step))(x)
         if final is not None:
             y = normed(y, *final, how.offset_norms, how.dtype)
         return (y - target) * weight
 
-    here, forward = jax.linearize(error, free)
-    backward = jax.linear_transpose(forward, free)
+    start = jax.tree.map(jnp.zeros_like, free)
+    here, forward = jax.linearize(error, start)
+    backward = jax.linear_transpose(forward, start)
     gradient = jax.tree.map(jnp.negative, backward(here)[0])
     step, _ = jax.scipy.sparse.linalg.cg(
-        lambda step: backward(forward(step))[0], gradient,
-        maxiter=min(NUM_DIRECTIONS, 2 * _size(free)),
-    )  # fmt: skip
-
-    def moved(share):
-        return jax.tree.map(lambda value, change: value + share * change, free, step)
-
+        lambda step: backward(forward(step))[0], gradient, maxiter=NUM_DIRECTIONS
+    )
     shares = jnp.array([1.0, 0.5, 0.2, 0.05])
-    left = jax.lax.map(lambda share: jnp.sum(error(moved(share)) ** 2), shares)
+
+    def left_by(share):
+        return jnp.sum(error(jax.tree.map(lambda change: share * change, step)) ** 2)
+
+    left = jax.lax.map(left_by, shares)
     best = jnp.argmin(left)
-    return moved(shares[best]), jnp.sum(here**2), left[best]
-
-
-def _size(free) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(free))
+    return moved(step, shares[best]), jnp.sum(here**2), left[best]
 
 
 def _of_free(config, name: str, layer: int, given, fitted, explained: float) -> Finding:
@@ -791,7 +850,7 @@ def _of_free(config, name: str, layer: int, given, fitted, explained: float) -> 
         kept = fitted[few] if len(few) <= max(len(fitted) // 2, 1) else fitted
         shown = f"{kept.min():.3g} to {kept.max():.3g}, by {by}"
         if np.ptp(kept) < 0.05 * np.abs(kept).max() or np.abs(kept).max() < 0.01:
-            shown = f"{kept.mean():.3g}"
+            shown = f"{kept.mean():.4g}"
         if len(kept) < len(fitted):
             shown += f" in {by}s {', '.join(map(str, few[:8].tolist()))}"
         return Finding("tensor_scaled", what, (layer,), shown, explained)
