@@ -261,11 +261,16 @@ def write(name: str, study: Study, output: pathlib.Path) -> None:
     if not record["runs"]:
         raise UserError(f"--output={output} has no evaluated run of {name}.")
     write_json(HERE / "benchmarks" / "results" / f"evidence_{name}.json", record)
-    text = PAGE.read_text()
     for part in PARTS:
         if part.study == name and set(part.bases) <= set(record["runs"]):
-            begin, end = f"<!-- {part.name} -->", f"<!-- end of {part.name} -->"
-            found = f"{begin}\n{section(part, record)}\n{end}"
-            text = re.sub(f"{begin}.*{end}", lambda _, found=found: found, text, flags=re.DOTALL)
+            fill(part.name, section(part, record))
+
+
+def fill(name: str, text: str) -> None:
+    """Replaces a part of the page."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    page = re.sub(
+        f"{begin}.*{end}", lambda _: f"{begin}\n{text}\n{end}", PAGE.read_text(), flags=re.DOTALL
+    )
     with replacing(PAGE) as out:
-        out.write(text.encode())
+        out.write(page.encode())
