@@ -61,8 +61,8 @@ def prompts(directory: pathlib.Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "gym.jsonl").open("w") as file:
         for row in procedural.held_out_problems(procedural.sources(ENTRIES), NUM_PROMPTS):
-            fields = {"question": row.question, "answer": row.answer, "data_source": row.source}
-            file.write(json.dumps(fields | json.loads(row.row)) + "\n")
+            fields = {"question": row.question, "answer": row.answer, "data_source": row.data_source}
+            file.write(json.dumps(fields | json.loads(row.columns)) + "\n")
 
 
 def populations(directory: pathlib.Path, policy: str | None) -> dict[str, dict[str, np.ndarray]]:
@@ -197,6 +197,7 @@ def figures(table: Mapping[str, np.ndarray]) -> dict[str, Any]:
         f"{x}, {y}, {subset}": [c.r, c.low, c.high]
         for x, y, subset in correlated(table)
         for c in [study.correlation(dict(table), MEASURES[x], MEASURES.get(y, y), subset)]
+        if not math.isnan(c.r)
     }
     return found
 
