@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float
 from benchmarks import machine
 from benchmarks.evidence import results
 from semrl_jax.analysis import study
-from semrl_jax.analysis.measures import RANKS, measure
+from semrl_jax.analysis.measures import RANKS, RESPONSE_MEASURES, measure
 from semrl_jax.analysis.study_sources import of_generated
 from semrl_jax.data import procedural
 from semrl_jax.evaluation.generated_files import RESPONSES
@@ -61,7 +61,7 @@ def prompts(directory: pathlib.Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "gym.jsonl").open("w") as file:
         for row in procedural.held_out_problems(procedural.sources(ENTRIES), NUM_PROMPTS):
-            fields = {"question": row.question, "answer": row.answer, "data_source": row.data_source}
+            fields = {name: getattr(row, name) for name in ("question", "answer", "data_source")}
             file.write(json.dumps(fields | json.loads(row.columns)) + "\n")
 
 
@@ -74,9 +74,7 @@ def populations(directory: pathlib.Path, policy: str | None) -> dict[str, dict[s
     found = {}
     for name in dict.fromkeys(row["benchmark"] for row in rows):
         own = [r for r in responses if of_row[r.group_id, r.sample_index]["benchmark"] == name]
-        table = measure(
-            own, stride=STRIDE, wanted=lambda one: not one.startswith("rouge")
-        ).responses
+        table = measure(own, stride=STRIDE, wanted=RESPONSE_MEASURES.__contains__).responses
         keys = zip(table["group_id"].tolist(), table["sample_index"].tolist())
         table["answer"] = np.array([str(of_row[key]["extracted"]) for key in keys])
         table["features"] = np.stack([features(response.states) for response in own])
@@ -161,7 +159,7 @@ def with_interval(values: np.ndarray) -> list[float]:
 def between_prompts(values: Float[np.ndarray, "P G"]) -> float:
     """The share of the variance that lies between prompts (ICC(1)), from 1 down to below 0.
 
-    Source: Shrout and Fleiss 1979. NaN if a response lacks the measure.
+    Source: Shrout and Fleiss 1979.
     """
     size = values.shape[1]
     between = size * values.mean(axis=1).var(ddof=1)
@@ -189,9 +187,10 @@ def figures(table: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "any": float(correct.any(axis=1).mean()), "select": {}, "above": {}, "between_prompts": {},
     }  # fmt: skip
     for name, own in values.items():
-        found["select"][name] = with_interval(chosen(own, correct) - random)
-        found["above"][name] = with_interval(pairs_above(own, correct, lengths))
-        if not np.isnan(own).any():
+        if mixed:
+            found["select"][name] = with_interval(chosen(own, correct) - random)
+            found["above"][name] = with_interval(pairs_above(own, correct, lengths))
+        if name in MEASURES and not np.isnan(own).any():
             found["between_prompts"][name] = between_prompts(own)
     found["r"] = {
         f"{x}, {y}, {subset}": [c.r, c.low, c.high]
