@@ -1,10 +1,24 @@
-"""The controls of the shaping keep what they say that they keep."""
+"""The studies of docs/evidence.md: controls and defects of the shaping, tasks, statistics."""
+
+import importlib
+import json
+import types
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from ml_collections import ConfigDict
 
+from benchmarks.evidence import formats, results, studies
 from benchmarks.evidence.controls import INDICATORS, OF_PAPER, probe
+from benchmarks.evidence.defects import last_token, late, zero_start
+from semrl_jax.algorithms import credit
+from semrl_jax.data.tokenizer import CHARACTERS
 from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.runs.config_checks import check_sections
+from semrl_jax.shaping import init_shaping_state
+from semrl_jax.shaping.options import ShapingOptions
 from tests.training.probes.test_probes import SEEN
 
 VALID = np.array([True, True, True, False])
@@ -17,7 +31,8 @@ def found():
         for i, name in enumerate(OF_PAPER)
     }
     seen = SEEN.with_metrics(metrics)
-    steps = [probe(None).before(seen._replace(step=step)).scored.metrics for step in range(20)]
+    tools = types.SimpleNamespace(config=ConfigDict({"rollout": {"group_size": 2}}))
+    steps = [probe(tools).before(seen._replace(step=step)).scored.metrics for step in range(20)]
     return {name: [step[MetricKey.parse(name)] for step in steps] for name in INDICATORS}
 
 
@@ -42,3 +57,129 @@ def test_drawn_values_are_of_the_step_and_independent(found):
 
 def test_the_length_is_that_of_sampled_tokens(found):
     assert [each.value.tolist() for each in found["length"]] == [[2.0] * 4] * 20
+
+
+def test_rows_of_others_and_rounded_values(found):
+    name = OF_PAPER[2]  # values 20, 21, 22, 23; two groups of two
+    assert found[f"rows_{name}"][0].value.tolist() == [20, 21, 21, 22]
+    assert found[f"bfloat16_{name}"][0].value.tolist() == [20, 21, 22, 23]
+    assert found[f"bfloat16_{name}"][0].value.dtype == np.float32
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """Runs the steps of a defect's shaping as training does; the functions come back after."""
+    for name in ("shape_advantages", "update_shaping_state"):
+        monkeypatch.setattr(credit, name, getattr(credit, name))
+
+    def baselines(defect, means):
+        defect.probe(None)
+        state, seen = init_shaping_state(), []
+        for mean in means:
+            metrics = {
+                MetricKey.parse(name): Measurement(np.full(2, mean), np.ones(2, bool))
+                for name in OF_PAPER
+            }
+            options = vars(ShapingOptions(alpha=0.25))
+            state = credit.update_shaping_state(state, metrics, **options)
+            seen.append(float(state.baseline[0]))
+        return seen
+
+    return baselines
+
+
+def test_a_zero_start_counts_the_first_mean_by_alpha(patched):
+    assert patched(zero_start, [8.0, 8.0]) == [2.0, 3.5]
+
+
+def test_late_baselines_miss_the_newest_mean(patched):
+    assert patched(late, [8.0, 4.0, 0.0]) == [0.0, 8.0, 7.0]
+
+
+def test_a_bonus_on_the_last_token_alone(patched):
+    last_token.probe(None)
+    metrics = {
+        MetricKey.parse(name): Measurement(np.array([9.0, 9.0]), np.ones(2, bool))
+        for name in OF_PAPER
+    }
+    state = init_shaping_state()._replace(
+        baseline=np.full(3, 4.0, np.float32), baseline_set=np.ones(3, bool), num_updates=np.int32(1)
+    )
+    mask = np.array([[True, True, True], [True, True, False]])
+    shaped, _ = credit.shape_advantages(
+        np.ones((2, 3)), metrics, mask, state, **vars(ShapingOptions())
+    )
+    assert (np.asarray(shaped) > 1).tolist() == [[False, False, True], [False, True, False]]
+
+
+@pytest.mark.parametrize("way", formats.WAYS)
+def test_each_way_is_right_if_no_carry_is_forgotten(way):
+    rng = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(200):
+        numbers = formats.problem(rng)
+        worked, result = way(numbers, lambda: False)
+        assert result == sum(numbers) and set(worked) <= set(CHARACTERS)
+        wrong += way(numbers, lambda: True)[1] != result
+    assert wrong > 100  # and forgetting makes most sums wrong
+
+
+@pytest.mark.parametrize("name", studies.STUDIES)
+def test_every_variant_is_a_valid_config(name):
+    study = studies.STUDIES[name]
+    for settings in study.variants.values():
+        config = importlib.import_module(f"configs.{study.config}").get_config()
+        fields = study.settings | settings | {"training.num_steps": study.num_steps}
+        config.update_from_flattened_dict(fields)
+        check_sections(config)
+        others = {field for field in fields if field not in config.to_dict()}
+        assert others  # the fields are dotted names
+    names = [studies.variant(each, {}).directory for each in study.variants]
+    assert len(set(names)) == len(names)
+
+
+def test_holm_corrects_and_keeps_the_order():
+    # Holm's step down: 3 * .01; the larger of it and 2 * .02; the larger of it and .2.
+    assert results.holm([0.2, 0.01, 0.02]) == pytest.approx([0.2, 0.03, 0.04])
+    assert results.holm([0.5, 0.4]) == pytest.approx([0.8, 0.8])
+
+
+def outcome(*correct, seeds=(0, 1)):
+    zeros = np.zeros(len(seeds))
+    return results.Outcome(seeds, np.array(correct), [{0: 0.1, 4: 0.5}] * len(seeds), zeros, zeros)
+
+
+def test_a_gain_is_paired_by_seed():
+    base = outcome([0, 2, 4], [0, 0, 4])
+    own = outcome([4, 4, 4], [0, 1, 4], [0, 1, 4], seeds=(3, 0, 1))
+    gain = results.Gain.of(own, base, 1, 4)
+    assert gain.mean == pytest.approx(100 * np.mean([0, -0.25, 0, 0, 0.25, 0]))
+    assert gain.low <= gain.mean <= gain.high and gain.p == pytest.approx(1.0)
+    assert results.Gain.of(outcome([1, 1, 1], seeds=(5,)), base, 1, 4) is None
+    # pass@4 of four samples is whether one is correct.
+    assert results.Gain.of(own, base, 4, 4).mean == pytest.approx(100 * np.mean([0, 0, 0, 0, 1, 0]))
+
+
+def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
+    study = studies.STUDIES["tiny"]._replace(seeds=range(2))
+    n = study.evaluation["n"]
+    for seed in study.seeds:
+        for name in ("none", "verl"):
+            run = tmp_path / "runs" / name / f"seed{seed}"
+            place = results.evaluation_of(tmp_path / "runs", seed) / name / f"{run.name}-step40"
+            run.mkdir(parents=True), place.mkdir(parents=True)
+            rows = [{"step": 0, "eval/x/greedy_accuracy": 0.5},
+                    {"step": 1, "response/num_tokens": 7.0, results.BONUS: 0.25}]  # fmt: skip
+            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            problem, sample = np.divmod(np.arange(3 * n), n)
+            correct = sample < problem * (2 if name == "verl" else 1)
+            table = pa.table({"group_id": problem, "correct": correct})
+            pq.write_table(table, place / "samples.parquet")
+    record = results.collect(study, tmp_path / "runs")
+    assert record["runs"]["verl"]["1"] == {
+        "correct": "024", "greedy": {0: 0.5}, "tokens": 7, "bonus": 0.25,
+    }  # fmt: skip
+    monkeypatch.setattr(results, "FIGURES", tmp_path)
+    part = results.section(results.PARTS[0], json.loads(json.dumps(record)))
+    assert "not finished: 4 of" in part and "| verl | 2 | 25.0 % | 12.5 | +6.2 (" in part
+    assert (tmp_path / "evidence_tiny.png").stat().st_size > 10_000

@@ -1,0 +1,111 @@
+"""Makes the runs of docs/evidence.md, and its results.
+
+    python -m benchmarks.evidence tiny --output=runs/evidence
+    python -m benchmarks.evidence all --output=runs/evidence
+
+The page says how many hours each study takes. The same command continues it after a kill; --seeds
+and --variants name a part of it. All variants of a seed are trained, then the next seed. After each
+seed, its policies sample responses to the held-out problems. At the end, and with --report from
+what is there, benchmarks/results/evidence_STUDY.json, the page and its figures are written anew.
+"""
+
+import argparse
+import pathlib
+import subprocess
+import sys
+
+from benchmarks.evidence import results
+from benchmarks.evidence.studies import STUDIES, Settings, Study, flags, variant
+from semrl_jax.jobs.sweep import Planned, Sweep, plan
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
+
+
+def run(study: Study, output: pathlib.Path, seeds: list[int], names: list[str]) -> None:
+    """Makes and evaluates the runs that are not finished."""
+    shared = flags(study.settings | {"training.num_steps": study.num_steps})
+    arguments = [f"--config=configs/{study.config}.py"]
+    arguments += [filled(flag, output=output) for flag in shared]
+    sweep = Sweep(arguments, [[]], Reporter())
+    models = {seed: started(study, output, seed) for seed in seeds} if study.start else {}
+    chosen = {name: study.variants[name] for name in names}
+    for seed in seeds:
+        policies = [models[seed]] if models else []
+        start = {"model.path": str(policies[0]), "warm_start.num_steps": 0} if models else {}
+        runs = planned(study, output, seed, start, chosen)
+        if seed == seeds[0]:
+            sweep.check(runs)
+        finish(sweep.run(runs))
+        # The first policy is a run: the evaluation takes its settings.
+        evaluate(study, [run.workdir for run in runs] + policies, output, seed)
+
+
+def started(study: Study, output: pathlib.Path, seed: int) -> pathlib.Path:
+    """The model that the runs of a seed start from, which is made if it is missing."""
+    directory = (output / results.START / f"seed{seed}").absolute()
+    model = directory / study.start_model
+    for module, *arguments in [] if (model / "config.json").is_file() else study.start:
+        values = [filled(each, output=output, start=directory, seed=seed) for each in arguments]
+        finish(subprocess.run([sys.executable, "-m", module, *values], check=False).returncode)
+    return model
+
+
+def filled(text: str, **values: object) -> str:
+    for name, value in values.items():
+        text = text.replace(f"${name}", str(value))
+    return text
+
+
+def planned(
+    study: Study, output: pathlib.Path, seed: int, start: Settings, chosen: dict[str, Settings]
+) -> list[Planned]:
+    found = [variant(name, settings | start) for name, settings in chosen.items()]
+    return plan(found, [seed], output, study.num_steps)
+
+
+def evaluate(study: Study, policies: list[pathlib.Path], output: pathlib.Path, seed: int) -> None:
+    """Samples responses of the last weights to the held-out problems."""
+    own = {"output": results.evaluation_of(output, seed)} | study.evaluation
+    command = [sys.executable, "-m", "launch.evaluate", "--quiet"]
+    command += [f"--policy={policy}" for policy in policies]
+    command += [f"--{flag}={value}" for flag, value in own.items()]
+    finish(subprocess.run(command, check=False).returncode)
+
+
+def finish(code: int) -> None:
+    if code:
+        raise SystemExit(code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=[*STUDIES, "all"])
+    parser.add_argument("--output", type=pathlib.Path, required=True, help="directory of all runs")
+    parser.add_argument("--seeds", type=int, nargs="*", help="default: all of the plan")
+    parser.add_argument("--variants", nargs="*", help="default: all of the plan")
+    parser.add_argument("--report", action="store_true", help="only write results and page")
+    arguments = parser.parse_args()
+    try:
+        for name, study in STUDIES.items():
+            if arguments.study in (name, "all"):
+                make(name, study, arguments)
+    except UserError as error:
+        raise SystemExit(f"python -m benchmarks.evidence: {error}") from None
+
+
+def make(name: str, study: Study, arguments: argparse.Namespace) -> None:
+    output = arguments.output / name
+    names = arguments.variants or list(study.variants)
+    if unknown := set(names) - set(study.variants):
+        raise UserError(
+            f"--variants: {name} has no {min(unknown)!r}, but {', '.join(study.variants)}."
+        )
+    if not arguments.report:
+        run(study, output, arguments.seeds or list(study.seeds), names)
+    results.write(name, study, output)
+
+
+if __name__ == "__main__":
+    main()

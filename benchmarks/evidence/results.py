@@ -1,0 +1,276 @@
+"""From finished runs to a small file, its statistics, and the part of docs/evidence.md on them."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+import pyarrow.parquet as pq
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+from scipy import stats
+
+from benchmarks import machine
+from benchmarks.algorithm_report import interval
+from benchmarks.evidence.studies import DEFECTS, SHAPED, STUDIES, Study
+from semrl_jax.evaluation.scores.pass_at_k import pass_at_k
+from semrl_jax.jobs.result_directory import SAMPLES
+from semrl_jax.jobs.sweep import Variant
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.rows import read_rows
+from semrl_jax.support.safe_files import replacing, write_json
+
+matplotlib.use("Agg")
+
+HERE = pathlib.Path(__file__).parents[2]
+PAGE, FIGURES = HERE / "docs" / "evidence.md", HERE / "docs" / "figures"
+DIGITS = "0123456789abcdefghijklmnopqrstuvw"  # the number of correct responses to a problem
+BONUS = "shaping/bonus_to_advantage/mean"
+START = "start"  # the name of the model that all variants start from
+
+
+class Part(NamedTuple):
+    """A part of the page.
+
+    Attributes:
+      name: of its place on the page and of its figure.
+      study: whose runs it is made of.
+      variants: of the study, in this order.
+      bases: variants with which all are compared, also with p values and pass@n: the first.
+    """
+
+    name: str
+    study: str
+    variants: Sequence[str]
+    bases: Sequence[str]
+
+
+PARTS = (
+    Part("tiny", "tiny", tuple(SHAPED), ("none", "verl")),
+    Part("formats", "formats", tuple(SHAPED), ("none", "verl")),
+    Part("sums", "sums", tuple(SHAPED), ("none", "verl")),
+    Part("defects", "tiny", ("verl", "none", *DEFECTS), ("verl",)),
+)
+
+
+class Outcome(NamedTuple):
+    """The finished runs of a variant, by ascending seed.
+
+    Attributes:
+      correct: responses per problem that are correct.
+      curves: greedy accuracy by step.
+      tokens: sampled in training.
+      bonus: the mean bonus as a share of the mean |advantage|, over all steps.
+    """
+
+    seeds: tuple[int, ...]
+    correct: Int[np.ndarray, "S P"]
+    curves: list[dict[int, float]]
+    tokens: Float[np.ndarray, " S"]
+    bonus: Float[np.ndarray, " S"]
+
+    @classmethod
+    def of(cls, runs: Mapping[str, Any]) -> Outcome:
+        seeds = sorted(runs, key=int)
+        return cls(
+            tuple(map(int, seeds)),
+            np.array([[DIGITS.index(c) for c in runs[seed]["correct"]] for seed in seeds]),
+            [{int(step): value for step, value in runs[s]["greedy"].items()} for s in seeds],
+            *(np.array([runs[seed][key] for seed in seeds]) for key in ("tokens", "bonus")),
+        )
+
+    def passed(self, k: int, num_samples: int) -> Float[np.ndarray, "S P"]:
+        """pass@k of each seed and problem."""
+        table = np.array([pass_at_k(num_samples, c, k) for c in range(num_samples + 1)])
+        return table[self.correct]
+
+
+def evaluation_of(output: pathlib.Path, seed: int) -> pathlib.Path:
+    """Where launch.evaluate writes what it found of the policies of a seed."""
+    return output / "evaluation" / f"seed{seed}"
+
+
+def collect(study: Study, output: pathlib.Path) -> dict[str, Any]:
+    """What the results file has of a study; runs that are not evaluated are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for seed in study.seeds:
+        for name in (START, *study.variants):
+            directory = Variant((), name).directory
+            run, policy = output / directory / f"seed{seed}", f"{directory}/seed{seed}-step"
+            policy = (
+                f"seed{seed}/{study.start_model}"
+                if name == START
+                else policy + str(study.num_steps)
+            )
+            file = evaluation_of(output, seed) / policy / SAMPLES
+            if file.is_file():
+                found.setdefault(name, {})[str(seed)] = _of_run(run, file)
+    return {
+        "num_samples": study.evaluation["n"], "machine": machine.description(), "runs": found,
+    }  # fmt: skip
+
+
+def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
+    table = pq.read_table(samples, columns=["group_id", "correct"])
+    problem, correct = (column.to_numpy(zero_copy_only=False) for column in table.columns)
+    rows = read_rows(run / "metrics.jsonl")
+    keys = {key for row in rows for key in row}
+    accuracy = next((key for key in keys if key.endswith("/greedy_accuracy")), "")
+    return {
+        "correct": "".join(DIGITS[c] for c in np.bincount(problem, correct).astype(int).tolist()),
+        "greedy": {row["step"]: row[accuracy] for row in rows if accuracy in row},
+        "tokens": int(sum(row.get("response/num_tokens", 0) for row in rows)),
+        "bonus": float(np.mean([row[BONUS] for row in rows if BONUS in row] or [0.0])),
+    }
+
+
+class Gain(NamedTuple):
+    """The mean difference of two variants in percent points, paired by seed and problem.
+
+    `low` and `high` are the bounds of its 95 % bootstrap interval over seeds and problems; `p` is
+    of Student's t over the seeds, NaN below two.
+    """
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+    @classmethod
+    def of(cls, own: Outcome, base: Outcome, k: int, num_samples: int) -> Gain | None:
+        """None without a seed that both have."""
+        both = sorted(set(own.seeds) & set(base.seeds))
+        if not both:
+            return None
+        own_scores, base_scores = (
+            one.passed(k, num_samples)[[one.seeds.index(seed) for seed in both]]
+            for one in (own, base)
+        )
+        found = 100 * (own_scores - base_scores)
+        of_seeds = found.mean(axis=1)
+        is_constant = len(both) < 2 or not np.ptp(of_seeds)
+        p = float("nan") if is_constant else stats.ttest_1samp(of_seeds, 0.0).pvalue
+        return cls(*interval(found), float(p))
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Corrected for the number of comparisons. Source: Holm 1979, step down."""
+    order = np.argsort(p_values)
+    scaled = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
+    corrected = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return corrected[np.argsort(order)].tolist()
+
+
+def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list[str]:
+    """A Markdown table: levels, and differences from the variants `bases`."""
+    base = outcomes[bases[0]]
+    others = [name for name in outcomes if name not in (START, bases[0])]
+    gains = {name: Gain.of(outcomes[name], base, 1, n) for name in others}
+    p_values = dict(zip(others, holm([gains[name].p for name in others])))
+    less = [f"less {name}'s" for name in bases]
+    titles = ["seeds", "bonus", "pass@1", less[0], "p", *less[1:], f"pass@{n}", less[0]]
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    for name, own in outcomes.items():
+        levels = [f"{100 * own.passed(k, n).mean():.1f}" for k in (1, n)]
+        cells = [name, len(own.seeds), f"{100 * own.bonus.mean():.1f} %", levels[0]]
+        if name in gains:
+            p = p_values[name]
+            cells += [gains[name], "" if np.isnan(p) else f"{p:.2g}"]
+            for second in bases[1:]:
+                cells.append("" if name == second else Gain.of(own, outcomes[second], 1, n))
+            cells += [levels[1], Gain.of(own, base, n, n)]
+        else:
+            cells += [*[""] * (1 + len(bases)), levels[1], ""]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
+    """Differences of pass@1 and pass@n from the variant `base`, and learning curves."""
+    outcomes = {name: own for name, own in outcomes.items() if name != START}
+    others = [name for name in outcomes if name != base]
+    figure = Figure(figsize=(11, 1.6 + 0.28 * len(others)), layout="constrained")
+    axes = figure.subplots(1, 3, width_ratios=(3, 3, 4))
+    for place, k in zip(axes, (1, n)):
+        for row, name in enumerate(others):
+            gain = Gain.of(outcomes[name], outcomes[base], k, n)
+            colour = "#1f5fa8" if name.startswith("verl") else "#5f6b76"
+            place.plot([gain.low, gain.high], [row, row], color=colour, lw=1.6)
+            place.plot(gain.mean, row, "o", color=colour, ms=4)
+        place.axvline(0, color="black", lw=0.8)
+        place.set_yticks(range(len(others)), others if k == 1 else [""] * len(others), fontsize=8)
+        place.invert_yaxis()
+        place.set_xlabel("points")
+        place.set_title(f"pass@{k} less that of {base}", loc="left", fontsize=10)
+    for name, own in outcomes.items():
+        steps = sorted(set.intersection(*(set(curve) for curve in own.curves)))
+        means = [100 * np.mean([curve[step] for curve in own.curves]) for step in steps]
+        is_main = name in (base, "verl")
+        axes[2].plot(
+            steps, means, lw=2 if is_main else 0.8, zorder=2 + is_main,
+            color={base: "black", "verl": "#1f5fa8"}.get(name, "#b0b7be"),
+            label=name if is_main else None,
+        )  # fmt: skip
+    axes[2].plot([], [], lw=0.8, color="#b0b7be", label="the others")
+    axes[2].legend(fontsize=8, loc="lower right")
+    axes[2].set_xlabel("step")
+    axes[2].set_title("Greedy accuracy, %: means over seeds", loc="left", fontsize=10)
+    for place in axes:
+        place.grid(alpha=0.25)
+        place.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def section(part: Part, record: Mapping[str, Any]) -> str:
+    """What the page says of the runs of a part."""
+    study, n = STUDIES[part.study], record["num_samples"]
+    names = [name for name in (START, *part.variants) if name in record["runs"]]
+    outcomes = {name: Outcome.of(record["runs"][name]) for name in names}
+    trained = {name: own for name, own in outcomes.items() if name != START}
+    count, planned = sum(len(own.seeds) for own in trained.values()), len(part.variants)
+    planned *= len(study.seeds)
+    state = "all" if count >= planned else f"**not finished: {count} of {planned}**"
+    tokens = [own.tokens.mean() / 1e6 for own in trained.values()]
+    with replacing(FIGURES / f"evidence_{part.name}.png") as out:
+        draw(outcomes, part.bases[0], n).savefig(out, format="png", dpi=110)
+    return "\n".join(
+        [
+            f"Runs of `python -m benchmarks.evidence {part.study} --output=runs/evidence`: "
+            f"{state}. {study.num_steps} steps each; the mean of a variant is "
+            f"{min(tokens):.2f} to {max(tokens):.2f} million sampled tokens.",
+            "",
+            f"![Differences of variants, and learning curves](figures/evidence_{part.name}.png)",
+            "",
+            *table(outcomes, part.bases, n),
+            "",
+            f"Summed up on {record['machine']}.",
+        ]
+    )
+
+
+def write(name: str, study: Study, output: pathlib.Path) -> None:
+    """Writes the results file of a study, and its parts of the page; UserError without a run."""
+    record = collect(study, output)
+    if not record["runs"]:
+        raise UserError(f"--output={output} has no evaluated run of {name}.")
+    write_json(HERE / "benchmarks" / "results" / f"evidence_{name}.json", record)
+    for part in PARTS:
+        if part.study == name and set(part.bases) <= set(record["runs"]):
+            fill(part.name, section(part, record))
+
+
+def fill(name: str, text: str) -> None:
+    """Replaces a part of the page."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    page = re.sub(
+        f"{begin}.*{end}", lambda _: f"{begin}\n{text}\n{end}", PAGE.read_text(), flags=re.DOTALL
+    )
+    with replacing(PAGE) as out:
+        out.write(page.encode())

@@ -1,0 +1,293 @@
+"""What ER, ERV and ERA measure, and whether they select: questions 1 and 2 of docs/evidence.md.
+
+    python -m benchmarks.evidence.selection prompts --output=DIR     # DIR/gym.jsonl
+    python -m launch.generate --policy=MODEL --prompts=DIR/gym.jsonl --n=8 --logprobs \
+        --hidden_states=-1 --verifier=reasoning_gym --template=... --output=DIR/NAME
+    python -m benchmarks.evidence.selection measure --output=DIR --policy=MODEL --names NAME ...
+
+A directory of `launch.generate` is one population of responses for each benchmark in it. The last
+command writes benchmarks/results/evidence_selection.json and the tables of the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from jaxtyping import Bool, Float
+
+from benchmarks import machine
+from benchmarks.evidence import results
+from semrl_jax.analysis import study
+from semrl_jax.analysis.measures import RANKS, RESPONSE_MEASURES, measure
+from semrl_jax.analysis.study_sources import of_generated
+from semrl_jax.data import procedural
+from semrl_jax.evaluation.generated_files import RESPONSES
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.safe_files import read_json_object, write_json
+
+FILE = results.HERE / "benchmarks" / "results" / "evidence_selection.json"
+ENTRIES = (
+    "basic_arithmetic:min_terms=2:max_terms=2:min_digits=1:max_digits=2"
+    ':operators=["+"]:allow_negation=false:allow_parentheses=false'
+    ":format_style=natural:contains=What is:name=sums",
+    "letter_counting:min_words=3:max_words=5:name=letters",
+    "gcd:min_numbers=2:max_numbers=2:max_value=20:name=gcd",
+    "syllogism:name=syllogism",
+    "spell_backward:min_word_len=3:max_word_len=4:name=spelling",
+)
+NUM_PROMPTS = 100
+STRIDE = 4
+NEAR = 1.1  # ratio of two lengths that count as equal
+# Of a response: the candidates for a choice. The sign says which end is chosen.
+MEASURES = {
+    "ER": RANKS[0], "ERV": RANKS[1], "ERA": RANKS[2], "log-probability": "mean_logprob",
+    "entropy": "token_entropy", "length": "length", "repetition": "repetition",
+}  # fmt: skip
+LOW = ("entropy", "length", "repetition")  # the lowest is chosen
+NUM_FOLDS = 5
+NUM_DRAWS = 2000
+
+
+def prompts(directory: pathlib.Path) -> None:
+    """Writes the problems of all benchmarks."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "gym.jsonl").open("w") as file:
+        for row in procedural.held_out_problems(procedural.sources(ENTRIES), NUM_PROMPTS):
+            fields = {name: getattr(row, name) for name in ("question", "answer", "data_source")}
+            file.write(json.dumps(fields | json.loads(row.columns)) + "\n")
+
+
+def populations(directory: pathlib.Path, policy: str | None) -> dict[str, dict[str, np.ndarray]]:
+    """The responses of a directory by benchmark: a table of measures, answers and features."""
+    columns = ["group_id", "sample_index", "benchmark", "extracted"]
+    rows = pq.read_table(directory / RESPONSES, columns=columns).to_pylist()
+    of_row = {(row["group_id"], row["sample_index"]): row for row in rows}
+    responses = list(of_generated(directory, policy)[0])
+    found = {}
+    for name in dict.fromkeys(row["benchmark"] for row in rows):
+        own = [r for r in responses if of_row[r.group_id, r.sample_index]["benchmark"] == name]
+        table = measure(own, stride=STRIDE, wanted=RESPONSE_MEASURES.__contains__).responses
+        keys = zip(table["group_id"].tolist(), table["sample_index"].tolist())
+        table["answer"] = np.array([str(of_row[key]["extracted"]) for key in keys])
+        table["features"] = np.stack([features(response.states) for response in own])
+        found[name] = table
+    return found
+
+
+def features(states: Float[np.ndarray, "T D"]) -> Float[np.ndarray, "2 D"]:
+    """The mean state and the last one."""
+    return (
+        np.concatenate([states.mean(axis=0), states[-1]])
+        if len(states)
+        else np.zeros(2 * states.shape[1], np.float32)
+    )
+
+
+def by_prompt(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """[P, G]; all prompts have as many responses."""
+    order = np.argsort(groups, kind="stable")
+    return values[order].reshape(len(np.unique(groups)), -1, *values.shape[1:])
+
+
+def majority(answers: np.ndarray) -> Float[np.ndarray, "P G"]:
+    """How many responses to the prompt give the same answer."""
+    return (answers[:, :, None] == answers[:, None, :]).sum(axis=2).astype(float)
+
+
+def probed(
+    inputs: Float[np.ndarray, "P G F"], correct: Bool[np.ndarray, "P G"]
+) -> Float[np.ndarray, "P G"]:
+    """Ridge regression from states to correctness, of prompts that it was not trained on."""
+    count, size = correct.shape
+    found, folds = np.zeros((count, size)), np.arange(count) % NUM_FOLDS
+    for fold in range(NUM_FOLDS):
+        seen = folds != fold
+        x, y = inputs[seen].reshape(-1, inputs.shape[-1]), correct[seen].ravel().astype(float)
+        centre, scale = x.mean(axis=0), x.std(axis=0) + 1e-6
+        x, other = (x - centre) / scale, (inputs[~seen] - centre) / scale
+        kernel = x @ x.T  # of as many rows as responses, fewer than features
+        weights = np.linalg.solve(kernel + x.shape[1] * np.eye(len(x)), y - y.mean())
+        found[~seen] = other @ (x.T @ weights)
+    return found
+
+
+def chosen(
+    values: Float[np.ndarray, "P G"], correct: Bool[np.ndarray, "P G"]
+) -> Float[np.ndarray, " P"]:
+    """Correctness of the response with the highest value; the mean over ties, NaN never chosen."""
+    values = np.where(np.isnan(values), -np.inf, values)
+    best = values == values.max(axis=1, keepdims=True)
+    return (best * correct).sum(axis=1) / best.sum(axis=1)
+
+
+def pairs_above(
+    values: Float[np.ndarray, "P G"],
+    correct: Bool[np.ndarray, "P G"],
+    lengths: Float[np.ndarray, "P G"],
+) -> Float[np.ndarray, "P 2"]:
+    """Of the pairs of a correct and a wrong response to a prompt of nearly equal lengths: how many
+    have the higher value in the correct one (ties count half), and how many there are."""
+    found = np.zeros((len(values), 2))
+    for row, (of_prompt, is_correct, sizes) in enumerate(zip(values, correct, lengths)):
+        for i, j in itertools.product(np.flatnonzero(is_correct), np.flatnonzero(~is_correct)):
+            near = max(sizes[i], sizes[j]) <= NEAR * min(sizes[i], sizes[j])
+            if near and not math.isnan(of_prompt[i] + of_prompt[j]):
+                above = (np.sign(of_prompt[i] - of_prompt[j]) + 1) / 2
+                found[row] += above, 1
+    return found
+
+
+def with_interval(values: np.ndarray) -> list[float]:
+    """The mean over prompts, or the ratio of two sums, with a 95 % bootstrap interval."""
+
+    def figure(rows):
+        return rows.mean() if rows.ndim == 1 else rows[:, 0].sum() / max(rows[:, 1].sum(), 1)
+
+    random = np.random.default_rng(0)
+    drawn = random.integers(len(values), size=(NUM_DRAWS, len(values)))
+    return [float(figure(values)), *np.quantile([figure(values[d]) for d in drawn], [0.025, 0.975])]
+
+
+def between_prompts(values: Float[np.ndarray, "P G"]) -> float:
+    """The share of the variance that lies between prompts (ICC(1)), from 1 down to below 0.
+
+    Source: Shrout and Fleiss 1979.
+    """
+    size = values.shape[1]
+    between = size * values.mean(axis=1).var(ddof=1)
+    within = values.var(axis=1, ddof=1).mean()
+    return float((between - within) / (between + (size - 1) * within))
+
+
+def figures(table: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What the results file has of a population."""
+    groups = table["group_id"]
+    correct = by_prompt(table["correct"], groups) > 0.5
+    lengths = by_prompt(table["length"], groups).astype(float)
+    values = {
+        name: by_prompt(table[column], groups) * (-1.0 if name in LOW else 1.0)
+        for name, column in MEASURES.items()
+        if column in table
+    }
+    values["majority"] = majority(by_prompt(table["answer"], groups))
+    values["linear probe"] = probed(by_prompt(table["features"], groups), correct)
+    random = correct.mean(axis=1)
+    mixed = int(np.sum((random > 0) & (random < 1)))
+    found: dict[str, Any] = {
+        "prompts": len(correct), "mixed_prompts": mixed, "responses": correct.shape[1],
+        "length": float(lengths.mean()), "random": float(random.mean()),
+        "any": float(correct.any(axis=1).mean()), "select": {}, "above": {}, "between_prompts": {},
+    }  # fmt: skip
+    for name, own in values.items():
+        if mixed:
+            found["select"][name] = with_interval(chosen(own, correct) - random)
+            found["above"][name] = with_interval(pairs_above(own, correct, lengths))
+        if name in MEASURES and not np.isnan(own).any():
+            found["between_prompts"][name] = between_prompts(own)
+    found["r"] = {
+        f"{x}, {y}, {subset}": [c.r, c.low, c.high]
+        for x, y, subset in correlated(table)
+        for c in [study.correlation(dict(table), MEASURES[x], MEASURES.get(y, y), subset)]
+        if not math.isnan(c.r)
+    }
+    return found
+
+
+def correlated(table: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
+    """Pairs of measures, over all responses and at equal length."""
+    pairs = [("ER", "ERV", "all"), ("ER", "ERV", "equal length"), ("ER", "ERA", "equal length")]
+    for x in ("ER", "ERV", "ERA"):
+        pairs.append((x, "length", "all"))
+        pairs += [
+            (x, y, "equal length")
+            for y in ("log-probability", "entropy", "repetition", "correct")
+            if MEASURES.get(y, y) in table
+        ]
+    return pairs
+
+
+def section(record: Mapping[str, Any]) -> str:
+    """The tables of the page."""
+    found: Mapping[str, Any] = record["populations"]
+    names = list(dict.fromkeys(name for each in found.values() for name in each["select"]))
+
+    def rows(head: str, key: str, text) -> list[str]:
+        lines = [f"| {head} | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+        for name in names:
+            cells = [text(each[key][name]) if name in each[key] else "" for each in found.values()]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        return lines
+
+    def points(three: Sequence[float]) -> str:
+        mean, low, high = (100 * x for x in three)
+        return f"{mean:+.0f} ({low:+.0f}, {high:+.0f})"
+
+    def share(three: Sequence[float]) -> str:
+        return "{:.2f} ({:.2f}, {:.2f})".format(*three)
+
+    r_names = list(dict.fromkeys(name for each in found.values() for name in each["r"]))
+    of_population = {
+        "prompts, mixed ones": lambda each: f"{each['prompts']}, {each['mixed_prompts']}",
+        "mean length": lambda each: f"{each['length']:.0f}",
+        "correct, %": lambda each: f"{100 * each['random']:.0f}",
+        "one of 8 correct, %": lambda each: f"{100 * each['any']:.0f}",
+    }
+    lines = [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    for title, text in of_population.items():
+        lines.append(f"| {title} | {' | '.join(map(text, found.values()))} |")
+    lines += ["", "Points gained by choosing one of the responses, over a random one:", ""]
+    lines += rows("chosen by", "select", points)
+    lines += [
+        "",
+        "Share of pairs of nearly equal length in which the correct response is chosen:",
+        "",
+    ]
+    lines += rows("by", "above", share)
+    lines += ["", "Pearson's r; at equal length, the partial correlation:", ""]
+    lines += [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    for name in r_names:
+        cells = [
+            f"{each['r'][name][0]:.2f}" if name in each["r"] else "" for each in found.values()
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "Share of the variance that lies between prompts:", ""]
+    lines += rows("", "between_prompts", "{:.2f}".format)
+    return "\n".join([*lines, "", f"Measured on {record['machine']}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("work", choices=["prompts", "measure"])
+    parser.add_argument("--output", type=pathlib.Path, required=True)
+    parser.add_argument("--policy", help="of the responses, for entropies")
+    parser.add_argument("--names", nargs="*", default=[], help="directories in --output")
+    given = parser.parse_args()
+    try:
+        if given.work == "prompts":
+            prompts(given.output)
+            return
+        record = read_json_object(FILE) if FILE.is_file() else {"populations": {}}
+        for name in given.names:
+            tables = populations(given.output / name, given.policy)
+            for benchmark, table in tables.items():
+                title = f"{name}, {benchmark}" if len(tables) > 1 else name
+                record["populations"][title] = figures(table)
+        record["machine"] = machine.description()
+        write_json(FILE, record)
+        results.fill("selection", section(record))
+    except UserError as error:
+        raise SystemExit(f"python -m benchmarks.evidence.selection: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

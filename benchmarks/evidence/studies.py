@@ -1,0 +1,157 @@
+"""The runs of docs/evidence.md: tasks, and variants that differ in settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from semrl_jax.jobs.sweep import Variant
+from semrl_jax.shaping.options import INDICATORS
+
+Settings = Mapping[str, Any]  # a tuple is a field that is given several times
+
+
+class Study(NamedTuple):
+    """Runs of one config that are compared with each other.
+
+    In texts, $output is the directory of the study, $seed the seed, and $start a directory of its
+    own.
+
+    Attributes:
+      config: file in configs/.
+      settings: of all runs.
+      variants: by name; the first is what the others are compared with.
+      num_steps: of a run.
+      evaluation: flags of launch.evaluate.
+      seeds: of each variant.
+      start: commands, module and arguments, that make the model which all runs of a seed start
+        from; without any, the config names it.
+      start_model: where in $start that model is.
+    """
+
+    config: str
+    settings: Settings
+    variants: Mapping[str, Settings]
+    num_steps: int
+    evaluation: Settings
+    seeds: Sequence[int] = range(10)
+    start: Sequence[Sequence[str]] = ()
+    start_model: str = "warm_start"
+
+
+def variant(name: str, settings: Settings) -> Variant:
+    """The settings as texts; a tuple has one for each item."""
+    return Variant(
+        tuple(
+            (field, str(item))
+            for field, value in settings.items()
+            for item in (value if isinstance(value, tuple) else (value,))
+        ),
+        name,
+    )
+
+
+def flags(settings: Settings) -> list[str]:
+    return [f"--config.{field}={value}" for field, value in variant("", settings).settings]
+
+
+def indicator(*names: str, **others: Any) -> Settings:
+    """The shaping by these metrics; one alone has weight 1 in both mixtures."""
+    settings = {"shaping.indicators": names, "shaping.guidance": names[0]}
+    if len(names) == 1:
+        settings |= {"shaping.explore_weights": (1.0,), "shaping.exploit_weights": (1.0,)}
+    return settings | others
+
+
+NO_BONUS = {"shaping.target": "none"}
+SHAPED = {
+    "none": NO_BONUS,
+    "verl": {},
+    "verl, reward": {"shaping.target": "reward"},
+    "verl, half": {"shaping.mixing": "half"},
+    "verl, sum": {"shaping.mixing": "sum"},
+    "ER alone": indicator("effective_rank"),
+    "ERV alone": indicator("effective_rank_velocity"),
+    "shuffled": indicator(*(f"shuffled_{name}" for name in INDICATORS)),
+    "drawn": indicator(*(f"drawn_{name}" for name in INDICATORS)),
+    "length": indicator("length"),
+    "entropy": indicator("avg_logits_entropy"),
+    "logprob": indicator("avg_log_probs"),
+    "entropy bonus": NO_BONUS | {"algorithms.loss.entropy_coefficient": 0.01},
+    "clip-higher": NO_BONUS | {"algorithms.loss.clip_epsilon_high": 0.28},
+    "novelty": indicator("elliptical_novelty", **{"metrics.of_groups": ("elliptical_novelty",)}),
+    "stable rank": indicator("stable_rank", **{"metrics.names": ("effective_rank", "stable_rank")}),
+}
+PROBES = ("benchmarks.evidence.controls",)
+CONTROLS = {"metrics.probes": PROBES, "checkpoints.keep": 1}
+# The defects of the release that change the updates of `tiny`.
+DEFECTS = {
+    "all": {"shaping.reproduce_release": True},
+    "rows of others": indicator(*(f"rows_{name}" for name in INDICATORS)),
+    "bfloat16": indicator(*(f"bfloat16_{name}" for name in INDICATORS)),
+    **{
+        name.replace("_", " "): {"metrics.probes": (*PROBES, f"benchmarks.evidence.defects.{name}")}
+        for name in ("last_token", "zero_start", "late")
+    },
+}
+SAMPLED = {
+    "scores": "pass_at_k", "n": 16, "k": "1,2,4,8,16", "temperature": 1, "top_p": 1,
+    "num_problems": 512,
+}  # fmt: skip
+# Lengths of `formats`.
+WAYS = {
+    "rollout.max_prompt_tokens": 32,
+    "rollout.max_response_tokens": 296,
+    "rollout.jax_chunk_tokens": 37,
+}
+WARM_START = (
+    "launch.train", "--config=configs/quickstart.py", "--workdir=$start", "--config.seed=$seed",
+    "--config.training.num_steps=0", "--config.evaluation.every_steps=0",
+    "--config.shaping.target=none",
+)  # fmt: skip
+STUDIES = {
+    "tiny": Study(
+        config="quickstart",
+        settings=CONTROLS,
+        variants=SHAPED | DEFECTS,
+        num_steps=40,
+        evaluation=SAMPLED,
+        start=[WARM_START],
+    ),
+    "formats": Study(
+        config="quickstart",
+        settings=CONTROLS
+        | WAYS
+        | {
+            "data.task": "files",
+            "data.files": ("$output/data/train.jsonl",),
+            "evaluation.files": ("$output/data/test.jsonl",),
+            "data.template": "Q:{input}\nA:",
+            "training.prompts_per_minibatch": 16,  # two updates per step, so that clips act
+        },
+        variants=SHAPED,
+        num_steps=40,
+        evaluation=SAMPLED,
+        start=[
+            ("benchmarks.evidence.formats", "--output=$output/data"),
+            (*WARM_START, "--config.warm_start.num_steps=0", *flags(WAYS)),
+            (
+                "launch.sft", "--config=configs/quickstart.py", "--workdir=$start/sft",
+                "--config.seed=$seed", "--config.model.path=$start/warm_start",
+                "--config.sft.files=$output/data/demonstrations.jsonl",
+                "--config.sft.row_format=prompt_completion", "--config.sft.template={input}",
+                "--config.sft.max_tokens=336", "--config.sft.num_steps=1500",
+                "--config.sft.batch_size=32", "--config.sft.learning_rate=3e-3",
+            ),
+        ],
+        start_model="sft/model",
+    ),
+    "sums": Study(
+        config="smollm2",
+        settings=CONTROLS,
+        variants=SHAPED,
+        num_steps=30,
+        evaluation=SAMPLED | {"num_problems": 64},
+        seeds=range(3),
+    ),
+}  # fmt: skip

@@ -1,0 +1,79 @@
+"""Selection by measures, pairs of equal length, the linear probe, and the share between prompts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.evidence import selection
+
+CORRECT = np.array([[True, False, False, False], [False, True, True, False], [False] * 4])
+
+
+def test_the_highest_value_is_chosen_and_ties_are_shared():
+    values = np.array([[3.0, 1, 2, 0], [5, 5, 1, 0], [1, 2, 3, 4]])
+    assert selection.chosen(values, CORRECT).tolist() == [1.0, 0.5, 0.0]
+    values[0, 0] = math.nan
+    assert selection.chosen(values, CORRECT).tolist() == [0.0, 0.5, 0.0]
+    same = np.zeros((3, 4))
+    np.testing.assert_array_equal(selection.chosen(same, CORRECT), CORRECT.mean(axis=1))
+
+
+def test_pairs_are_of_one_prompt_and_of_nearly_equal_lengths():
+    values = np.array([[2.0, 1, 3, 2], [1, 1, math.nan, 9], [0] * 4])
+    lengths = np.array([[10.0, 10, 11, 20], [10, 10, 10, 11], [10] * 4])
+    # First prompt: above 1, below 3, and the last is too long. Second: equal to 1, below 9.
+    expected = [[1.0, 2.0], [0.5, 2.0], [0.0, 0.0]]
+    assert selection.pairs_above(values, CORRECT, lengths).tolist() == expected
+    mean, low, high = selection.with_interval(np.array(expected))
+    assert mean == 0.375 and low <= mean <= high
+
+
+def test_the_majority_counts_equal_answers():
+    answers = np.array([["4", "5", "4", "4"]])
+    assert selection.majority(answers).tolist() == [[3.0, 1.0, 3.0, 3.0]]
+
+
+@pytest.mark.parametrize("signal", [0.0, 3.0])
+def test_the_probe_finds_a_direction_of_other_prompts(signal):
+    rng = np.random.default_rng(0)
+    correct = rng.random((60, 8)) < 0.4
+    inputs = rng.normal(size=(60, 8, 20))
+    inputs[:, :, 3] += signal * correct
+    found = selection.chosen(selection.probed(inputs, correct), correct).mean()
+    # By chance 0.4, with a standard deviation of 0.06 over 60 prompts.
+    assert found > 0.9 if signal else found < 0.6
+
+
+def test_the_share_between_prompts():
+    rng = np.random.default_rng(0)
+    own = rng.normal(size=(4000, 1))
+    assert selection.between_prompts(np.repeat(own, 8, axis=1) + 0) == pytest.approx(1.0)
+    noise = rng.normal(size=(4000, 8))
+    # The share is 4 / 5 and 0; its standard error is below 0.01.
+    assert selection.between_prompts(2 * own + noise) == pytest.approx(0.8, abs=0.02)
+    assert selection.between_prompts(noise) == pytest.approx(0.0, abs=0.02)
+
+
+def test_figures_of_a_population_and_their_tables():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(30), 8)
+    correct = rng.random(240) < 0.5
+    length = rng.integers(20, 40, 240)
+    table = {
+        "group_id": groups, "sample_index": np.tile(np.arange(8), 30),
+        "correct": correct.astype(float), "length": length,
+        "answer": np.where(correct, "1", rng.integers(2, 50, 240).astype(str)),
+        "features": rng.normal(size=(240, 6)), "mean_logprob": rng.normal(size=240),
+        "effective_rank": length + rng.normal(size=240),
+        "effective_rank_velocity": length + rng.normal(size=240),
+        "effective_rank_acceleration": correct + 0.1 * rng.normal(size=240),
+    }  # fmt: skip
+    found = selection.figures(table)
+    assert found["prompts"] == 30 and found["random"] == pytest.approx(correct.mean())
+    gain, low, _ = found["select"]["ERA"]
+    assert gain == pytest.approx(found["any"] - found["random"]) and low > 0
+    assert found["above"]["ERA"][0] > 0.95 and 0.3 < found["above"]["log-probability"][0] < 0.7
+    assert found["r"]["ER, ERV, all"][0] > 0.9 and abs(found["r"]["ER, ERV, equal length"][0]) < 0.3
+    text = selection.section({"populations": {"one": found}, "machine": "a machine"})
+    assert "| prompts, mixed ones | 30, 30 |" in text and "| ERA | +" in text
