@@ -95,7 +95,11 @@ def prompts(directory: pathlib.Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "gym.jsonl", "w") as file:
         for row in procedural.held_out_problems(procedural.sources(ENTRIES), NUM_PROMPTS):
-            fields = {"question": row.question, "answer": row.answer, "data_source": row.data_source}
+            fields = {
+                "question": row.question,
+                "answer": row.answer,
+                "data_source": row.data_source,
+            }
             file.write(json.dumps(fields | json.loads(row.columns)) + "\n")
     (directory / "shots.txt").write_text(SHOTS)
 

@@ -27,7 +27,7 @@ NUM_TRAINING, NUM_TEST, NUM_DEMONSTRATIONS = 4096, 512, 16384
 
 
 def digits(numbers: list[int], forgets) -> tuple[str, int]:
-    """The sum of the ones, then that of the tens with what was carried."""
+    """The ones are added first, then the tens with the carry."""
     ones = sum(number % 10 for number in numbers)
     carry = 0 if forgets() else ones // 10
     tens = carry + sum(number // 10 for number in numbers)

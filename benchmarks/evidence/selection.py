@@ -46,12 +46,12 @@ ENTRIES = (
 NUM_PROMPTS = 100
 STRIDE = 4
 NEAR = 1.1  # ratio of two lengths that count as equal
-# Of a response: the candidates for a choice. The sign says which end is chosen.
+# By which measures a response is chosen: the highest value, or the lowest for those in LOW.
 MEASURES = {
     "ER": RANKS[0], "ERV": RANKS[1], "ERA": RANKS[2], "log-probability": "mean_logprob",
     "entropy": "token_entropy", "length": "length", "repetition": "repetition",
 }  # fmt: skip
-LOW = ("entropy", "length", "repetition")  # the lowest is chosen
+LOW = ("entropy", "length", "repetition")
 NUM_FOLDS = 5
 NUM_DRAWS = 2000
 
@@ -133,8 +133,10 @@ def pairs_above(
     correct: Bool[np.ndarray, "P G"],
     lengths: Float[np.ndarray, "P G"],
 ) -> Float[np.ndarray, "P 2"]:
-    """Of the pairs of a correct and a wrong response to a prompt of nearly equal lengths: how many
-    have the higher value in the correct one (ties count half), and how many there are."""
+    """Counts the pairs in which the correct response has the higher value, and all pairs.
+
+    A pair is a correct and a wrong response to one prompt, of nearly equal lengths. Ties count half.
+    """
     found = np.zeros((len(values), 2))
     for row, (of_prompt, is_correct, sizes) in enumerate(zip(values, correct, lengths)):
         for i, j in itertools.product(np.flatnonzero(is_correct), np.flatnonzero(~is_correct)):

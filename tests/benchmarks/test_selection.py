@@ -41,7 +41,7 @@ def test_the_probe_finds_a_direction_of_other_prompts(signal):
     inputs = rng.normal(size=(60, 8, 20))
     inputs[:, :, 3] += signal * correct
     found = selection.chosen(selection.probed(inputs, correct), correct).mean()
-    # By chance 0.4, with a standard deviation of 0.06 over 60 prompts.
+    # Chance gives 0.4, with a standard deviation of 0.06 over 60 prompts.
     assert found > 0.9 if signal else found < 0.6
 
 
