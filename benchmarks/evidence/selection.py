@@ -46,7 +46,7 @@ ENTRIES = (
 NUM_PROMPTS = 100
 STRIDE = 4
 NEAR = 1.1  # ratio of two lengths that count as equal
-# By which measures a response is chosen: the highest value, or the lowest for those in LOW.
+# A response is chosen by the highest value of a measure, or by the lowest if it is in LOW.
 MEASURES = {
     "ER": RANKS[0], "ERV": RANKS[1], "ERA": RANKS[2], "log-probability": "mean_logprob",
     "entropy": "token_entropy", "length": "length", "repetition": "repetition",
@@ -135,7 +135,7 @@ def pairs_above(
 ) -> Float[np.ndarray, "P 2"]:
     """Counts the pairs in which the correct response has the higher value, and all pairs.
 
-    A pair is a correct and a wrong response to one prompt, of nearly equal lengths. Ties count half.
+    A pair is a correct and a wrong response to a prompt, of nearly equal lengths. Ties count half.
     """
     found = np.zeros((len(values), 2))
     for row, (of_prompt, is_correct, sizes) in enumerate(zip(values, correct, lengths)):
