@@ -151,7 +151,7 @@ def test_its_retries_outlive_killed_servers(own_server, model_directory, kills, 
 
     def kill():
         random = np.random.default_rng(0)
-        while len(killed) < kills and not ended.wait(random.uniform(0.2, 4.0)):
+        while len(killed) < kills and not ended.wait(random.uniform(0.1, 1.5)):
             killed.append(own_server.stop(signal.SIGKILL))
             own_server.start()
 
