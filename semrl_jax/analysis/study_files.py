@@ -52,19 +52,20 @@ def write_study(
 def draw_panels(measured: Measured, found: Sequence[StudyCorrelation]) -> Figure:
     """The two panels of figure 1 of arXiv:2509.23808, a point per response.
 
-    In the paper, panel (a) has token counts; the third panel shows these.
+    In the paper, panel (a) has token counts; the third panel shows these. A panel whose measures
+    are not known is left out, unless none is known.
     """
-    figure = Figure(figsize=(14.4, 4.4), layout="constrained")
-    by_pair = {(c.x, c.y): c for c in found if c.subset == "all"}
     panels = {PANELS[0]: "a", PANELS[1]: "b", COUNTED: "a of counts"}
-    for axes, (pair, panel) in zip(figure.subplots(1, 3), panels.items()):
+    known = {(c.x, c.y): c for c in found if c.subset == "all" and not math.isnan(c.r)}
+    shown = [pair for pair in panels if pair in known] or list(panels)
+    figure = Figure(figsize=(4.8 * len(shown), 4.4), layout="constrained")
+    for axes, pair in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
         _scatter(axes, measured, *pair)
-        known = by_pair.get(pair)
-        exists = known is not None and not math.isnan(known.r)
         text = "not known here"
-        if exists:
-            text = f"r = {known.r:.2f} [{known.low:.2f}, {known.high:.2f}]"
-        axes.set_title(f"({panel}) {text}", loc="left")
+        if pair in known:
+            r = known[pair]
+            text = f"r = {r.r:.2f} [{r.low:.2f}, {r.high:.2f}]"
+        axes.set_title(f"({panels[pair]}) {text}", loc="left")
     _legend(figure, measured)
     return figure
 

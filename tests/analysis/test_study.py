@@ -15,7 +15,7 @@ from rich.console import Console
 from semrl_jax.analysis import measures, study, study_sources
 from semrl_jax.analysis.runs import read_responses, response_states
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
-from semrl_jax.analysis.study_files import write_study
+from semrl_jax.analysis.study_files import draw_panels, write_study
 from semrl_jax.analysis.study_sources import StudiedResponse, of_file, of_generated
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.support.errors import UserError
@@ -290,6 +290,8 @@ def test_what_is_not_known_is_named_and_left_out():
     text = io.StringIO()
     Console(file=text, width=80).print(study.summary(measured, found, "here"))
     assert "not known here: token_entropy, token_jsd" in text.getvalue()
+    (panel,) = draw_panels(measured, found).axes
+    assert panel.get_title("left").startswith("(b) r = ")
 
 
 def test_mistakes_are_named(responses):
