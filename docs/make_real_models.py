@@ -43,7 +43,6 @@ from scipy.stats import spearmanr
 
 from semrl_jax.analysis import similarity
 from semrl_jax.analysis.study import correlation, with_interval
-from semrl_jax.data import procedural
 from semrl_jax.evaluation.statistics import NUM_DRAWS, interval
 from semrl_jax.metrics import MetricKey, flatten, hidden_state_metrics
 from semrl_jax.metrics.names import ORDERS
@@ -52,6 +51,7 @@ from semrl_jax.metrics.valid_rows import anchor, compact
 from semrl_jax.support import compilation
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from benchmarks.evidence import selection
 from tests.oracles import metrics as oracle
 
 matplotlib.use("Agg")
@@ -60,13 +60,6 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#d1662a", "#8c8c8c"
 MODELS = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
 TASKS = ("sums", "letters", "gcd", "gsm8k")
 NUM_PROMPTS = 40
-ENTRIES = (
-    "basic_arithmetic:min_terms=2:max_terms=2:min_digits=1:max_digits=2"
-    ':operators=["+"]:allow_negation=false:allow_parentheses=false'
-    ":format_style=natural:contains=What is:name=sums",
-    "letter_counting:min_words=3:max_words=5:name=letters",
-    "gcd:min_numbers=2:max_numbers=2:max_value=20:name=gcd",
-)
 SHOTS = """Q: What is 23 + 9?
 A: 20 + 9 is 29, and 29 + 3 is 32. The answer is 32.
 
@@ -92,15 +85,7 @@ SHORT = dict(zip(LABELS, ("ER", "ERV", "ERA")))
 
 
 def prompts(directory: pathlib.Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "gym.jsonl", "w") as file:
-        for row in procedural.held_out_problems(procedural.sources(ENTRIES), NUM_PROMPTS):
-            fields = {
-                "question": row.question,
-                "answer": row.answer,
-                "data_source": row.data_source,
-            }
-            file.write(json.dumps(fields | json.loads(row.columns)) + "\n")
+    selection.prompts(directory, selection.ENTRIES[:3], NUM_PROMPTS)
     (directory / "shots.txt").write_text(SHOTS)
 
 

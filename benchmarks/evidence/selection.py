@@ -29,7 +29,9 @@ from semrl_jax.analysis import study
 from semrl_jax.analysis.measures import RANKS, RESPONSE_MEASURES, measure
 from semrl_jax.analysis.study_sources import of_generated
 from semrl_jax.data import procedural
+from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.generated_files import RESPONSES
+from semrl_jax.evaluation.protocols import PerProblem
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import read_json_object, write_json
 
@@ -53,14 +55,13 @@ MEASURES = {
 }  # fmt: skip
 LOW = ("entropy", "length", "repetition")
 NUM_FOLDS = 5
-NUM_DRAWS = 2000
 
 
-def prompts(directory: pathlib.Path) -> None:
-    """Writes the problems of all benchmarks."""
+def prompts(directory: pathlib.Path, entries: Sequence[str], count: int) -> None:
+    """Writes `count` problems of each procedural set to DIRECTORY/gym.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "gym.jsonl").open("w") as file:
-        for row in procedural.held_out_problems(procedural.sources(ENTRIES), NUM_PROMPTS):
+        for row in procedural.held_out_problems(procedural.sources(entries), count):
             fields = {name: getattr(row, name) for name in ("question", "answer", "data_source")}
             file.write(json.dumps(fields | json.loads(row.columns)) + "\n")
 
@@ -114,6 +115,7 @@ def probed(
         centre, scale = x.mean(axis=0), x.std(axis=0) + 1e-6
         x, other = (x - centre) / scale, (inputs[~seen] - centre) / scale
         kernel = x @ x.T  # of as many rows as responses, fewer than features
+        # As strong as the data: the mean of the kernel's diagonal is the number of features.
         weights = np.linalg.solve(kernel + x.shape[1] * np.eye(len(x)), y - y.mean())
         found[~seen] = other @ (x.T @ weights)
     return found
@@ -132,30 +134,25 @@ def pairs_above(
     values: Float[np.ndarray, "P G"],
     correct: Bool[np.ndarray, "P G"],
     lengths: Float[np.ndarray, "P G"],
-) -> Float[np.ndarray, "P 2"]:
-    """Counts the pairs in which the correct response has the higher value, and all pairs.
+) -> PerProblem:
+    """The share of pairs in which the correct response has the higher value; the weight is pairs.
 
     A pair is a correct and a wrong response to a prompt, of nearly equal lengths. Ties count half.
     """
-    found = np.zeros((len(values), 2))
+    above, pairs = np.zeros((2, len(values)))
     for row, (of_prompt, is_correct, sizes) in enumerate(zip(values, correct, lengths)):
         for i, j in itertools.product(np.flatnonzero(is_correct), np.flatnonzero(~is_correct)):
             near = max(sizes[i], sizes[j]) <= NEAR * min(sizes[i], sizes[j])
             if near and not math.isnan(of_prompt[i] + of_prompt[j]):
-                above = (np.sign(of_prompt[i] - of_prompt[j]) + 1) / 2
-                found[row] += above, 1
-    return found
+                above[row] += (np.sign(of_prompt[i] - of_prompt[j]) + 1) / 2
+                pairs[row] += 1
+    return PerProblem(above / np.maximum(pairs, 1), pairs)
 
 
-def with_interval(values: np.ndarray) -> list[float]:
-    """The mean over prompts, or the ratio of two sums, with a 95 % bootstrap interval."""
-
-    def figure(rows):
-        return rows.mean() if rows.ndim == 1 else rows[:, 0].sum() / max(rows[:, 1].sum(), 1)
-
-    random = np.random.default_rng(0)
-    drawn = random.integers(len(values), size=(NUM_DRAWS, len(values)))
-    return [float(figure(values)), *np.quantile([figure(values[d]) for d in drawn], [0.025, 0.975])]
+def with_interval(figure: PerProblem) -> list[float]:
+    """The mean over prompts, and the bounds of its 95 % bootstrap interval."""
+    draws = statistics.bootstrap({"": figure}, "")[""]
+    return [statistics.mean(figure), *statistics.interval(draws)]
 
 
 def between_prompts(values: Float[np.ndarray, "P G"]) -> float:
@@ -190,7 +187,7 @@ def figures(table: Mapping[str, np.ndarray]) -> dict[str, Any]:
     }  # fmt: skip
     for name, own in values.items():
         if mixed:
-            found["select"][name] = with_interval(chosen(own, correct) - random)
+            found["select"][name] = with_interval(PerProblem(chosen(own, correct) - random))
             found["above"][name] = with_interval(pairs_above(own, correct, lengths))
         if name in MEASURES and not np.isnan(own).any():
             found["between_prompts"][name] = between_prompts(own)
@@ -276,7 +273,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         if given.work == "prompts":
-            prompts(given.output)
+            prompts(given.output, ENTRIES, NUM_PROMPTS)
             return
         record = read_json_object(FILE) if FILE.is_file() else {"populations": {}}
         for name in given.names:

@@ -23,9 +23,9 @@ def test_pairs_are_of_one_prompt_and_of_nearly_equal_lengths():
     values = np.array([[2.0, 1, 3, 2], [1, 1, math.nan, 9], [0] * 4])
     lengths = np.array([[10.0, 10, 11, 20], [10, 10, 10, 11], [10] * 4])
     # First prompt: above 1, below 3, and the last is too long. Second: equal to 1, below 9.
-    expected = [[1.0, 2.0], [0.5, 2.0], [0.0, 0.0]]
-    assert selection.pairs_above(values, CORRECT, lengths).tolist() == expected
-    mean, low, high = selection.with_interval(np.array(expected))
+    found = selection.pairs_above(values, CORRECT, lengths)
+    assert found.values.tolist() == [0.5, 0.25, 0.0] and found.weights.tolist() == [2, 2, 0]
+    mean, low, high = selection.with_interval(found)
     assert mean == 0.375 and low <= mean <= high
 
 
