@@ -16,7 +16,7 @@ from scipy import stats
 
 from benchmarks import machine
 from benchmarks.algorithm_report import interval
-from benchmarks.evidence.studies import DEFECTS, SHAPED, STUDIES, Study
+from benchmarks.evidence.studies import DEFECTS, OF_FORMATS, SHAPED, STUDIES, Study
 from semrl_jax.evaluation.scores.pass_at_k import pass_at_k
 from semrl_jax.jobs.result_directory import SAMPLES
 from semrl_jax.jobs.sweep import Variant
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("tiny", "tiny", tuple(SHAPED), ("none", "verl")),
-    Part("formats", "formats", tuple(SHAPED), ("none", "verl")),
+    Part("formats", "formats", OF_FORMATS, ("none", "verl")),
     Part("sums", "sums", tuple(SHAPED), ("none", "verl")),
     Part("defects", "tiny", ("verl", "none", *DEFECTS), ("verl",)),
 )

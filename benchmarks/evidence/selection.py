@@ -115,7 +115,7 @@ def probed(
         centre, scale = x.mean(axis=0), x.std(axis=0) + 1e-6
         x, other = (x - centre) / scale, (inputs[~seen] - centre) / scale
         kernel = x @ x.T  # of as many rows as responses, fewer than features
-        # As strong as the data: the mean of the kernel's diagonal is the number of features.
+        # The penalty equals the mean of the kernel's diagonal, the number of features.
         weights = np.linalg.solve(kernel + x.shape[1] * np.eye(len(x)), y - y.mean())
         found[~seen] = other @ (x.T @ weights)
     return found

@@ -290,7 +290,7 @@ def _compare_inputs(
         if recorded.get(name, value) != value:
             raise UserError(
                 f"the run in {directory} began with other {name} (see inputs.json); restore "
-                f"the original or name a new workdir{since}."
+                f"the original, or begin a new run in another workdir{since}."
             )
 
 

@@ -199,7 +199,7 @@ def _place(name: str) -> tuple[int, str]:
 def write(file: pathlib.Path, table: pa.Table) -> None:
     """Writes a table; the file is complete or missing. Raises as `replacing`."""
     with replacing(file) as out:
-        # A dictionary makes columns of log-probabilities larger, and saves nothing in the others.
+        # A dictionary makes columns of log-probabilities larger, and saves little in the others.
         pq.write_table(
             table, out, compression="zstd", use_dictionary=False, write_page_checksum=True
         )
