@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from benchmarks import machine
-from benchmarks.algorithm_report import interval
-from benchmarks.evidence.studies import DEFECTS, OF_FORMATS, SHAPED, STUDIES, Study
+from benchmarks.evidence.studies import DEFECTS, METHODS, OF_FORMATS, SHAPED, STUDIES, Study
 from semrl_jax.evaluation.scores.pass_at_k import pass_at_k
 from semrl_jax.jobs.result_directory import SAMPLES
 from semrl_jax.jobs.sweep import Variant
@@ -27,9 +26,10 @@ from semrl_jax.support.safe_files import replacing, write_json
 matplotlib.use("Agg")
 
 HERE = pathlib.Path(__file__).parents[2]
-PAGE, FIGURES = HERE / "docs" / "evidence.md", HERE / "docs" / "figures"
+DOCS = HERE / "docs"
 DIGITS = "0123456789abcdefghijklmnopqrstuvw"  # the number of correct responses to a problem
 BONUS = "shaping/bonus_to_advantage/mean"
+NUM_DRAWS = 10_000
 START = "start"  # the name of the model that all variants start from
 
 
@@ -41,12 +41,14 @@ class Part(NamedTuple):
       study: whose runs it is made of.
       variants: of the study, in this order.
       bases: variants with which all are compared, also with p values and pass@n: the first.
+      page: in docs/.
     """
 
     name: str
     study: str
     variants: Sequence[str]
     bases: Sequence[str]
+    page: str = "evidence.md"
 
 
 PARTS = (
@@ -54,6 +56,7 @@ PARTS = (
     Part("formats", "formats", OF_FORMATS, ("none", "verl")),
     Part("sums", "sums", tuple(SHAPED), ("none", "verl")),
     Part("defects", "tiny", ("verl", "none", *DEFECTS), ("verl",)),
+    Part("methods", "methods", tuple(METHODS), ("GRPO",), "algorithm_study.md"),
 )
 
 
@@ -87,6 +90,18 @@ class Outcome(NamedTuple):
         """pass@k of each seed and problem."""
         table = np.array([pass_at_k(num_samples, c, k) for c in range(num_samples + 1)])
         return table[self.correct]
+
+    def over_steps(self) -> Float[np.ndarray, "S 1"]:
+        """The mean greedy accuracy after the first step, of each seed; NaN without steps."""
+        curves = [[value for step, value in one.items() if step] for one in self.curves]
+        return np.array([[np.mean(each) if each else np.nan] for each in curves])
+
+
+Score = Callable[[Outcome], Float[np.ndarray, "S P"]]  # of each seed and problem
+
+
+def passed(k: int, num_samples: int) -> Score:
+    return lambda outcome: outcome.passed(k, num_samples)
 
 
 def evaluation_of(output: pathlib.Path, seed: int) -> pathlib.Path:
@@ -128,6 +143,19 @@ def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
     }
 
 
+def interval(values: Float[np.ndarray, "S P"]) -> tuple[float, float, float]:
+    """The mean and the bounds of its 95 % bootstrap interval over seeds and problems.
+
+    Each draw resamples both with replacement, and takes the mean over all pairs.
+    """
+    random, (num_seeds, num_problems) = np.random.default_rng(0), values.shape
+    seeds = random.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), NUM_DRAWS)
+    problems = random.multinomial(num_problems, np.full(num_problems, 1 / num_problems), NUM_DRAWS)
+    means = np.sum(seeds @ values * problems, axis=1) / values.size  # [draws]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(values.mean()), float(low), float(high)
+
+
 class Gain(NamedTuple):
     """The mean difference of two variants in percent points, paired by seed and problem.
 
@@ -141,14 +169,13 @@ class Gain(NamedTuple):
     p: float
 
     @classmethod
-    def of(cls, own: Outcome, base: Outcome, k: int, num_samples: int) -> Gain | None:
+    def of(cls, own: Outcome, base: Outcome, score: Score) -> Gain | None:
         """None without a seed that both have."""
         both = sorted(set(own.seeds) & set(base.seeds))
         if not both:
             return None
         own_scores, base_scores = (
-            one.passed(k, num_samples)[[one.seeds.index(seed) for seed in both]]
-            for one in (own, base)
+            score(one)[[one.seeds.index(seed) for seed in both]] for one in (own, base)
         )
         found = 100 * (own_scores - base_scores)
         of_seeds = found.mean(axis=1)
@@ -172,24 +199,33 @@ def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list
     """A Markdown table: levels, and differences from the variants `bases`."""
     base = outcomes[bases[0]]
     others = [name for name in outcomes if name not in (START, bases[0])]
-    gains = {name: Gain.of(outcomes[name], base, 1, n) for name in others}
-    p_values = dict(zip(others, holm([gains[name].p for name in others])))
+    first, last = passed(1, n), passed(n, n)
+    p_values = dict(zip(others, holm([Gain.of(outcomes[o], base, first).p for o in others])))
     less = [f"less {name}'s" for name in bases]
-    titles = ["seeds", "bonus", "pass@1", less[0], "p", *less[1:], f"pass@{n}", less[0]]
+    titles = ["seeds", "tokens", "bonus", "over steps", less[0], "pass@1", less[0], "p", *less[1:]]
+    titles += [f"pass@{n}", less[0]]
     lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+
+    def compared(name: str, score: Score, *with_: str) -> list[str]:
+        """The level in percent, and the differences."""
+        own = outcomes[name]
+        return [shown(100 * score(own).mean(), ".1f")] + [
+            "" if name in (START, other) else str(Gain.of(own, outcomes[other], score))
+            for other in with_
+        ]
+
     for name, own in outcomes.items():
-        levels = [f"{100 * own.passed(k, n).mean():.1f}" for k in (1, n)]
-        cells = [name, len(own.seeds), f"{100 * own.bonus.mean():.1f} %", levels[0]]
-        if name in gains:
-            p = p_values[name]
-            cells += [gains[name], "" if np.isnan(p) else f"{p:.2g}"]
-            for second in bases[1:]:
-                cells.append("" if name == second else Gain.of(own, outcomes[second], 1, n))
-            cells += [levels[1], Gain.of(own, base, n, n)]
-        else:
-            cells += [*[""] * (1 + len(bases)), levels[1], ""]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        level, gain, *seconds = compared(name, first, *bases)
+        cells = [name, str(len(own.seeds)), f"{own.tokens.mean() / 1e6:.2f} M"]
+        cells += [f"{100 * own.bonus.mean():.1f} %", *compared(name, Outcome.over_steps, bases[0])]
+        cells += [level, gain, shown(p_values.get(name, np.nan), ".2g"), *seconds]
+        cells += compared(name, last, bases[0])
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def shown(value: float, spec: str) -> str:
+    return "" if np.isnan(value) else f"{value:{spec}}"
 
 
 def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
@@ -200,7 +236,7 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
     axes = figure.subplots(1, 3, width_ratios=(3, 3, 4))
     for place, k in zip(axes, (1, n)):
         for row, name in enumerate(others):
-            gain = Gain.of(outcomes[name], outcomes[base], k, n)
+            gain = Gain.of(outcomes[name], outcomes[base], passed(k, n))
             colour = "#1f5fa8" if name.startswith("verl") else "#5f6b76"
             place.plot([gain.low, gain.high], [row, row], color=colour, lw=1.6)
             place.plot(gain.mean, row, "o", color=colour, ms=4)
@@ -237,14 +273,12 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
     count, planned = sum(len(own.seeds) for own in trained.values()), len(part.variants)
     planned *= len(study.seeds)
     state = "all" if count >= planned else f"**not finished: {count} of {planned}**"
-    tokens = [own.tokens.mean() / 1e6 for own in trained.values()]
-    with replacing(FIGURES / f"evidence_{part.name}.png") as out:
+    with replacing(DOCS / "figures" / f"evidence_{part.name}.png") as out:
         draw(outcomes, part.bases[0], n).savefig(out, format="png", dpi=110)
     return "\n".join(
         [
             f"Runs of `python -m benchmarks.evidence {part.study} --output=runs/evidence`: "
-            f"{state}. {study.num_steps} steps each; the mean of a variant is "
-            f"{min(tokens):.2f} to {max(tokens):.2f} million sampled tokens.",
+            f"{state}. {study.num_steps} steps each.",
             "",
             f"![Differences of variants, and learning curves](figures/evidence_{part.name}.png)",
             "",
@@ -263,14 +297,13 @@ def write(name: str, study: Study, output: pathlib.Path) -> None:
     write_json(HERE / "benchmarks" / "results" / f"evidence_{name}.json", record)
     for part in PARTS:
         if part.study == name and set(part.bases) <= set(record["runs"]):
-            fill(part.name, section(part, record))
+            fill(part.name, section(part, record), part.page)
 
 
-def fill(name: str, text: str) -> None:
-    """Replaces a part of the page."""
+def fill(name: str, text: str, page: str = "evidence.md") -> None:
+    """Replaces a part of a page in docs/."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    page = re.sub(
-        f"{begin}.*{end}", lambda _: f"{begin}\n{text}\n{end}", PAGE.read_text(), flags=re.DOTALL
-    )
-    with replacing(PAGE) as out:
-        out.write(page.encode())
+    pattern, file = re.compile(f"{begin}.*{end}", re.DOTALL), DOCS / page
+    filled = pattern.sub(lambda _: f"{begin}\n{text}\n{end}", file.read_text())
+    with replacing(file) as out:
+        out.write(filled.encode())

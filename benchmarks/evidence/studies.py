@@ -103,6 +103,61 @@ OF_FORMATS = (
     "none", "verl", "verl, reward", "ER alone", "shuffled", "length", "entropy", "entropy bonus",
     "clip-higher", "novelty",
 )  # fmt: skip
+# The methods of docs/algorithms.md: estimators, losses, and which prompts.
+SUM_OVER_TOKENS = {
+    "algorithms.aggregation": "constant_length",
+    "algorithms.constant_length": 56,  # rollout.max_response_tokens
+}
+NO_RATIO = {"algorithms.loss.surrogate": "reinforce"}
+PPO = {
+    "algorithms.name": "ppo",
+    "data.prompts_per_step": 256,  # as many responses, each to another prompt
+    "rollout.group_size": 1,
+    "training.prompts_per_minibatch": 128,
+    "critic.learning_rate": 1e-3,
+}
+WITH_VERL = {"shaping.target": "advantage", "hidden_states.source": "rollout"}
+
+
+def estimator(name: str, **options: Any) -> Settings:
+    found = {f"algorithms.advantage.{option}": value for option, value in options.items()}
+    return {"algorithms.name": name} | found
+
+
+METHODS = {
+    "GRPO": {},
+    "GRPO + VERL": WITH_VERL,
+    "Dr. GRPO": estimator("dr_grpo") | SUM_OVER_TOKENS,
+    "RLOO": estimator("rloo"),
+    "OPO": estimator("opo"),
+    "MaxRL": estimator("max_likelihood"),
+    "AsymRE": estimator("asymre") | NO_RATIO,
+    "median baseline": estimator("quantile_baseline"),
+    "REINFORCE": estimator("reinforce"),
+    "REINFORCE++": estimator("reinforce_plus_plus"),
+    "REINFORCE++-baseline": estimator("reinforce_plus_plus", group_baseline=True),
+    "W-REINFORCE": estimator("sample_reinforcement"),
+    "NSR": estimator("sample_reinforcement", positive_weight=0.0),
+    "noisy rewards": estimator("noisy_rewards", correction="forward", false_negative_rate=0.1),
+    "PPO": PPO,
+    "PPO + VERL": PPO | WITH_VERL,
+    "online DPO": estimator("dpo") | SUM_OVER_TOKENS | NO_RATIO,
+    "PACS": estimator("pacs", reward_beta=1.0) | SUM_OVER_TOKENS | NO_RATIO,
+    "GSPO": {
+        "algorithms.loss.surrogate": "gspo",
+        "algorithms.loss.clip_epsilon": 3e-4,
+        "algorithms.loss.clip_epsilon_high": 4e-4,
+        "algorithms.aggregation": "response_mean",
+    },
+    "DCPO's bounds": {"algorithms.loss.surrogate": "dcpo"},
+    "CISPO": {"algorithms.loss.surrogate": "cispo", "algorithms.loss.clip_epsilon": 0.99},
+    "OPMD": {"algorithms.loss.surrogate": "opmd"},
+    "no clip": NO_RATIO,
+    "clip-higher": {"algorithms.loss.clip_epsilon_high": 0.28},
+    "majority": {"rewards.majority": True},
+    "dynamic sampling": {"algorithms.batch_rules.max_sampling_rounds": 20},
+    **{name: {"data.curriculum": name} for name in ("learnability", "window", "replay")},
+}
 # Lengths of `formats`.
 WAYS = {
     "rollout.max_prompt_tokens": 32,
@@ -121,6 +176,20 @@ STUDIES = {
         variants=SHAPED | DEFECTS,
         num_steps=40,
         evaluation=SAMPLED,
+        start=[WARM_START],
+    ),
+    "methods": Study(
+        config="quickstart",
+        settings=NO_BONUS
+        | {
+            "hidden_states.source": "none",
+            "checkpoints.keep": 1,
+            "training.prompts_per_minibatch": 16,  # two updates per step, so that clips act
+        },
+        variants=METHODS,
+        num_steps=40,
+        evaluation=SAMPLED,
+        seeds=range(3),
         start=[WARM_START],
     ),
     "formats": Study(
