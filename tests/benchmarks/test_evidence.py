@@ -152,12 +152,28 @@ def outcome(*correct, seeds=(0, 1)):
 def test_a_gain_is_paired_by_seed():
     base = outcome([0, 2, 4], [0, 0, 4])
     own = outcome([4, 4, 4], [0, 1, 4], [0, 1, 4], seeds=(3, 0, 1))
-    gain = results.Gain.of(own, base, 1, 4)
+    first = results.passed(1, 4)
+    gain = results.Gain.of(own, base, first)
     assert gain.mean == pytest.approx(100 * np.mean([0, -0.25, 0, 0, 0.25, 0]))
     assert gain.low <= gain.mean <= gain.high and gain.p == pytest.approx(1.0)
-    assert results.Gain.of(outcome([1, 1, 1], seeds=(5,)), base, 1, 4) is None
+    assert results.Gain.of(outcome([1, 1, 1], seeds=(5,)), base, first) is None
     # pass@4 of four samples is whether one is correct.
-    assert results.Gain.of(own, base, 4, 4).mean == pytest.approx(100 * np.mean([0, 0, 0, 0, 1, 0]))
+    gain = results.Gain.of(own, base, results.passed(4, 4))
+    assert gain.mean == pytest.approx(100 * np.mean([0, 0, 0, 0, 1, 0]))
+    assert base.over_steps().tolist() == [[0.5], [0.5]]  # without step 0
+
+
+def test_the_interval_has_the_spread_of_a_mean_over_seeds_and_problems():
+    random = np.random.default_rng(0)
+    assert results.interval(np.full((3, 4), 0.25)) == (0.25, 0.25, 0.25)
+    # The variance of the crossed bootstrap is that of both factors: here seeds only, then problems.
+    for values in (np.repeat(random.normal(size=(40, 1)), 2, 1), random.normal(size=(1, 100))):
+        mean, low, high = results.interval(values)
+        deviation = values.std() / np.sqrt(np.unique(values).size)
+        # 3 %: the noise of a quantile of 10,000 draws; below 40 values, 1.96 is not exact either.
+        np.testing.assert_allclose(
+            (low, high), mean + np.array([-1.96, 1.96]) * deviation, atol=0.03
+        )
 
 
 def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
@@ -169,7 +185,8 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
             place = results.evaluation_of(tmp_path / "runs", seed) / name / f"{run.name}-step40"
             run.mkdir(parents=True), place.mkdir(parents=True)
             rows = [{"step": 0, "eval/x/greedy_accuracy": 0.5},
-                    {"step": 1, "response/num_tokens": 7.0, results.BONUS: 0.25}]  # fmt: skip
+                    {"step": 1, "eval/x/greedy_accuracy": 0.5 + seed / 4 * (name == "verl"),
+                     "response/num_tokens": 7e4, results.BONUS: 0.25}]  # fmt: skip
             (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             problem, sample = np.divmod(np.arange(3 * n), n)
             correct = sample < problem * (2 if name == "verl" else 1)
@@ -177,9 +194,13 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
             pq.write_table(table, place / "samples.parquet")
     record = results.collect(study, tmp_path / "runs")
     assert record["runs"]["verl"]["1"] == {
-        "correct": "024", "greedy": {0: 0.5}, "tokens": 7, "bonus": 0.25,
+        "correct": "024", "greedy": {0: 0.5, 1: 0.75}, "tokens": 70_000, "bonus": 0.25,
     }  # fmt: skip
-    monkeypatch.setattr(results, "FIGURES", tmp_path)
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    (tmp_path / "figures").mkdir()
     part = results.section(results.PARTS[0], json.loads(json.dumps(record)))
-    assert "not finished: 4 of" in part and "| verl | 2 | 25.0 % | 12.5 | +6.2 (" in part
-    assert (tmp_path / "evidence_tiny.png").stat().st_size > 10_000
+    assert (
+        "not finished: 4 of" in part
+        and "| verl | 2 | 0.07 M | 25.0 % | 62.5 | +12.5 (+0.0 to +25.0) | 12.5 | +6.2 (" in part
+    )
+    assert (tmp_path / "figures" / "evidence_tiny.png").stat().st_size > 10_000
