@@ -15,7 +15,16 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from benchmarks import machine
-from benchmarks.evidence.studies import DEFECTS, METHODS, OF_FORMATS, SHAPED, STUDIES, Study
+from benchmarks.evidence.studies import (
+    DEFECTS,
+    METHODS,
+    OF_FORMATS,
+    OF_GCD,
+    OF_SUMS,
+    SHAPED,
+    STUDIES,
+    Study,
+)
 from semrl_jax.evaluation.scores.pass_at_k import pass_at_k
 from semrl_jax.jobs.result_directory import SAMPLES
 from semrl_jax.jobs.sweep import Variant
@@ -54,7 +63,8 @@ class Part(NamedTuple):
 PARTS = (
     Part("tiny", "tiny", tuple(SHAPED), ("none", "verl")),
     Part("formats", "formats", OF_FORMATS, ("none", "verl")),
-    Part("sums", "sums", tuple(SHAPED), ("none", "verl")),
+    Part("sums", "sums", OF_SUMS, ("none", "verl")),
+    Part("gcd", "gcd", OF_GCD, ("none", "verl")),
     Part("defects", "tiny", ("verl", "none", *DEFECTS), ("verl",)),
     Part("methods", "methods", tuple(METHODS), ("GRPO",), "algorithm_study.md"),
 )

@@ -103,6 +103,9 @@ OF_FORMATS = (
     "none", "verl", "verl, reward", "ER alone", "shuffled", "length", "entropy", "entropy bonus",
     "clip-higher", "novelty",
 )  # fmt: skip
+# A run of a real model takes six to fifteen minutes of two cores.
+OF_SUMS = ("none", "verl", "verl, reward", "shuffled", "length", "entropy")
+OF_GCD = ("none", "verl", "shuffled", "length")
 # The methods of docs/algorithms.md: estimators, losses, and which prompts.
 SUM_OVER_TOKENS = {
     "algorithms.aggregation": "constant_length",
@@ -223,7 +226,20 @@ STUDIES = {
     "sums": Study(
         config="smollm2",
         settings=CONTROLS,
-        variants=SHAPED,
+        variants={name: SHAPED[name] for name in OF_SUMS},
+        num_steps=30,
+        evaluation=SAMPLED | {"num_problems": 64},
+        seeds=range(3),
+    ),
+    "gcd": Study(
+        config="smollm2",
+        settings=CONTROLS
+        | {
+            "data.reasoning_gym": ("gcd:min_numbers=2:max_numbers=2:max_value=20",),
+            "data.template": "chat:{input} Think step by step and end with the answer.",
+            "rollout.max_response_tokens": 96,
+        },
+        variants={name: SHAPED[name] for name in OF_GCD},
         num_steps=30,
         evaluation=SAMPLED | {"num_problems": 64},
         seeds=range(3),
