@@ -13,7 +13,7 @@ from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation import catalogue
 from semrl_jax.evaluation.benchmark_spec import BenchmarkReader
 from semrl_jax.evaluation.entries import EVALUATOR_SETTINGS, FIELD, Entry, benchmark_entries
-from semrl_jax.sampling.openings import held_out_tasks
+from semrl_jax.sampling.environment_tasks import held_out_tasks
 from semrl_jax.sampling.prompt_sources import held_out_problems, load_file
 from semrl_jax.settings.evaluation import ALL_PROBLEMS
 from semrl_jax.support.errors import UserError

@@ -47,7 +47,7 @@ from semrl_jax.models.of_config import ModelFiles, build_policy, value_params
 from semrl_jax.pages.report.evaluations import RESULTS, TABLE, read_evaluated, write_table
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.policies import PolicySource
-from semrl_jax.sampling.openings import first_answers, opening_of
+from semrl_jax.sampling.environment_tasks import first_answers, opening_of
 from semrl_jax.sampling.prompt_sources import check_prompts
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.console import Reporter

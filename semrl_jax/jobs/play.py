@@ -14,8 +14,8 @@ from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.jobs.chat import asked, figures, lines_of, next_line, open_talk, printable
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs.policies import PolicySource
+from semrl_jax.sampling.environment_tasks import first_answers, held_out_tasks
 from semrl_jax.sampling.episodes import Ask, Episodes
-from semrl_jax.sampling.openings import first_answers, held_out_tasks
 from semrl_jax.sampling.prompt_sources import check_prompts
 from semrl_jax.sampling.requests import GENERATION, Draw, stream_seed
 from semrl_jax.sampling.scoring import Scored

@@ -26,8 +26,8 @@ class Metric:
         of `scale`, the power of two that the rows were divided by. `num_rows` is int32, `width` the
         Python int D. One decomposition of each prefix serves all such metrics.
       of_states: (rows) -> function of the int32 number of rows of a prefix -> float32 scalar.
-        `rows` are `inputs.Rows` [T, D]. The first function computes what all prefixes share. The
-        second one is called for each prefix, under `jax.vmap`.
+        `rows` are `valid_rows.Rows` [T, D]. The first function computes what all prefixes share.
+        The second one is called for each prefix, under `jax.vmap`.
       of_sums: for `of_spectrum`, optional: (sums, scale, num_rows, width) -> the same value from
         `nested.SpectralSums` in units of `scale`. Measures the prefixes of long responses faster.
         All arrays have the shape of `num_rows`.

@@ -25,11 +25,10 @@ from semrl_jax.metrics.names import (
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings.algorithms import add_users_options, importance_options
 from semrl_jax.settings.config import check_sections
-from semrl_jax.settings.data import check_training as check_prompts
+from semrl_jax.settings.data import check_training_data
 from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.settings.rewards import VERIFIERS, reward_functions, split_functions
-from semrl_jax.settings.rollout import check_quantization, num_parts
-from semrl_jax.settings.rollout import check_training as check_responses
+from semrl_jax.settings.rollout import check_quantization, check_training_rollout, num_parts
 from semrl_jax.settings.rules import divides
 from semrl_jax.shaping import ShapingOptions
 from semrl_jax.support.choices import TOKEN_INDICATORS
@@ -41,8 +40,8 @@ from semrl_jax.types import SamplingParams, distribution_of
 def validate(config: ml_collections.ConfigDict) -> None:
     """UserError for the first wrong field or combination; adds options of a user's algorithm."""
     check_sections(config)
-    check_prompts(config.data)
-    check_responses(config.rollout)
+    check_training_data(config.data)
+    check_training_rollout(config.rollout)
     _check_data(config)
     _check_environment(config)
     _check_sizes(config)

@@ -57,11 +57,11 @@ from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import ANSWERS, Workdir
+from semrl_jax.sampling.choosing_source import check_memory, open_source
+from semrl_jax.sampling.environment_tasks import first_answers
 from semrl_jax.sampling.episodes import Episodes, SingleTurn
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.multi_turn import MultiTurn
-from semrl_jax.sampling.opening import check_memory, open_source
-from semrl_jax.sampling.openings import first_answers
 from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler

@@ -19,8 +19,8 @@ from semrl_jax.data.turns import ChatTurns, Continued, Transcript
 from semrl_jax.environments.journal import Place
 from semrl_jax.environments.pool import Answer, EnvironmentPools, Episode
 from semrl_jax.rollout.client.dispatch import split_into_calls
+from semrl_jax.sampling.environment_tasks import chat_turns, opening_of
 from semrl_jax.sampling.episodes import Ask
-from semrl_jax.sampling.openings import chat_turns, opening_of
 from semrl_jax.sampling.requests import Draw, stream_seed
 from semrl_jax.sampling.splicing import cut, joined, with_context
 from semrl_jax.settings.rollout import slots_of_replicas

@@ -12,7 +12,7 @@ import ml_collections
 from semrl_jax import data
 from semrl_jax.data import arithmetic, procedural
 from semrl_jax.environments.pool import EnvironmentPools
-from semrl_jax.sampling.openings import held_out_tasks, training_tasks
+from semrl_jax.sampling.environment_tasks import held_out_tasks, training_tasks
 from semrl_jax.settings.rules import split_entry
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.intervals import in_words, is_within

@@ -2,5 +2,5 @@
 
 A field of a section's dataclass has its default, meaning, unit, rules and whether a resumed run may
 change it. `check(section)`, if the module has one, raises UserError for what one field alone cannot
-say, in one line: field, value, rule, way out. `runs.config` checks conditions between sections.
+say, in one line: field, value, rule, way out. `runs.config_checks` has conditions between sections.
 """

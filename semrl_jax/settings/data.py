@@ -87,7 +87,7 @@ def check(data: Section) -> None:
         )
 
 
-def check_training(data: Section) -> None:
+def check_training_data(data: Section) -> None:
     """Rules of the prompts of a training run; other commands have prompts of their own."""
     if data["task"] == "files" and not data["files"]:
         raise UserError("data.task='files' needs data.files; name a .jsonl or .parquet file.")

@@ -253,7 +253,7 @@ def check(rollout: Section) -> None:
         )
 
 
-def check_training(rollout: Section) -> None:
+def check_training_rollout(rollout: Section) -> None:
     """Rules of responses that are trained on; other commands sample as `evaluation` says."""
     if rollout["temperature"] == 0:
         raise UserError(

@@ -1,7 +1,8 @@
 """Maximum likelihood as the loss of an update: what supervised fine-tuning minimises.
 
-It has the functions of an algorithm that `training.policy` calls, see `algorithms.algorithm`. There
-are no rewards, so it is not an algorithm that `algorithms.name` can choose.
+It has the functions of an algorithm that `training.policy_update` calls, see
+`algorithms.algorithm`. There are no rewards, so it is not an algorithm that `algorithms.name` can
+choose.
 
 loss = -(sum over the tokens to learn of log p) / (number of these tokens in the batch)
 """

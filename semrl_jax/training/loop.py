@@ -73,17 +73,24 @@ def run_steps(
         of_turns = None
         if learner.algorithm.needs.turn_rewards:
             of_turns = turn_rewards(scored, config, step)
-        learner.algorithm.check_rewards(rewards, *of_turns or ())
+        learner.algorithm.check_rewards(rewards, *(of_turns or ()))
         passes = learner.passes(state, batch, clock, probes.needs(step))
         arrays = passes.arrays()
-        passed = passes.old, passes.reference_states, arrays.old_logprobs, batch.response_mask
-        seen = Seen(step, scored, batch, *passed)
+        seen = Seen(
+            step,
+            scored,
+            batch,
+            tokens=passes.old,
+            reference_states=passes.reference_states,
+            logprobs=arrays.old_logprobs,
+            counted=batch.response_mask,
+        )
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
             tokens = credited_tokens(batch, scored, of_turns)
-            given = rewards, seen.scored.metrics, arrays, tokens
-            credit = assign_credit(rules, *given, state.memory)
+            metrics = seen.scored.metrics
+            credit = assign_credit(rules, rewards, metrics, arrays, tokens, state.memory)
             # In one transfer.
             credited = {n: float(value) for n, value in jax.device_get(credit.scalars).items()}
         check_stop()  # the last moment at which the state before this step still exists
@@ -93,5 +100,6 @@ def run_steps(
         state = state.after(credit.memory, position, earlier=offered[1:])
         probed = probes.after(seen.updated(logprobs, credit.response_mask))
         scalars = probed | sampled | batch_scalars(seen.scored, rewards) | credited | losses
-        trace = trace and trace.completed(state, rewards, logprobs, list(sampled))
+        if trace is not None:
+            trace = trace.completed(state, rewards, logprobs, list(sampled))
         yield StepResult(step, state, evaluation, seen.scored, scalars, clock, trace)

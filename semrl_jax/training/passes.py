@@ -19,8 +19,8 @@ NONE, PASS, UPDATE = "none", "pass", "update"
 class PassNeeds(NamedTuple):
     """What a step needs of passes before its update; docs/extending.md says what a field needs."""
 
-    # The first three are of the policy before the update. If a step has one update, that gives the
-    # log-probabilities after it, without a pass.
+    # The first three are of the policy before the update. With one update per step, the update
+    # itself returns the log-probabilities, so a probe's `after` has them without a pass.
     logprobs: bool = False
     entropies: bool = False
     states: bool = False

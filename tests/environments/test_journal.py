@@ -10,7 +10,7 @@ from semrl_jax import data
 from semrl_jax.environments.interface import Turn
 from semrl_jax.environments.journal import Journal, Place, Reply
 from semrl_jax.environments.pool import EnvironmentPool, EnvironmentPools
-from semrl_jax.sampling.openings import training_tasks
+from semrl_jax.sampling.environment_tasks import training_tasks
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import Preempted, UserError
 from tests.environments.test_pool import section

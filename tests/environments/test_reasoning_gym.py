@@ -8,7 +8,7 @@ from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.reasoning_gym import RETRY, Environment
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.environments.worker import made
-from semrl_jax.sampling.openings import held_out_tasks, training_tasks
+from semrl_jax.sampling.environment_tasks import held_out_tasks, training_tasks
 from semrl_jax.settings.environment import named
 from semrl_jax.support.errors import UserError
 from tests.environments.test_pool import played, section

@@ -229,7 +229,7 @@ def test_each_batch_begins_after_the_last_prompt_that_the_one_before_kept(
         first = np.array([item.rollout.response_ids[0] > 12 for item in scored], np.float32)
         return first.reshape(-1, config.rollout.group_size)
 
-    monkeypatch.setattr("semrl_jax.sampling.opening.unshuffled_rewards", by_first_token)
+    monkeypatch.setattr("semrl_jax.sampling.choosing_source.unshuffled_rewards", by_first_token)
     for name, num_steps in (("straight", STEPS), ("resumed", 3), ("resumed", STEPS)):
         config.training.num_steps = num_steps
         assert train(config, str(tmp_path / name)) == 0

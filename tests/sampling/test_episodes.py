@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from semrl_jax import data
+from semrl_jax.sampling.choosing_source import check_episodes
 from semrl_jax.sampling.episodes import Episodes, SingleTurn
-from semrl_jax.sampling.opening import check_episodes
 from semrl_jax.sampling.requests import Draw, stream_seed
 from semrl_jax.sampling.weights import Weights
 from semrl_jax.support.errors import UserError

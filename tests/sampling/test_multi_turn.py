@@ -11,9 +11,9 @@ from semrl_jax.data.turns import ChatTurns
 from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.rewards.verdict import episode_verdict
 from semrl_jax.sampling import multi_turn
+from semrl_jax.sampling.environment_tasks import first_answers, held_out_tasks, training_tasks
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.multi_turn import MultiTurn
-from semrl_jax.sampling.openings import first_answers, held_out_tasks, training_tasks
 from semrl_jax.sampling.requests import Draw, stream_seed
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError

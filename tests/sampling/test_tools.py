@@ -7,8 +7,8 @@ import pytest
 
 from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.rewards.verdict import episode_verdict
+from semrl_jax.sampling.environment_tasks import first_answers, opening_of, training_tasks
 from semrl_jax.sampling.multi_turn import MultiTurn
-from semrl_jax.sampling.openings import first_answers, opening_of, training_tasks
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
 from tests.data.test_turns import CONTROLS, FAMILIES, tokenizer_of

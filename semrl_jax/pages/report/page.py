@@ -72,7 +72,8 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
         "runs": shown,
         "variants": names,
         "panels": [
-            panel._asdict() | {"keys": list(panel.keys.items()), "links": _links(panel, runs)}
+            panel._replace(limits=None)._asdict()
+            | {"keys": list(panel.keys.items()), "links": _links(panel, runs)}
             for panel in varied
         ],
         "pace": [  # of one run of each variant

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from semrl_jax.pages.html import shortened
@@ -26,6 +27,10 @@ class Panel(NamedTuple):
     kind: str = "lines"  # "lines"; "stacked" for parts of a whole
     note: str = ""  # below the title on the page
     page: str = ""  # a file of the run that the plot links to, if it is there
+    # (values of the first key, low, high) -> the limits of the vertical axis in the picture, from
+    # those that follow the data.
+    limits: Callable[[Sequence[float], float, float], tuple[float, float]] | None = None
+    has_legend: bool = False  # in the picture, also with one line
 
     def present(self, keys: Collection[str]) -> Panel:
         """The panel with the keys that were logged, each by its own name."""
@@ -76,7 +81,7 @@ PANELS = (
             "reward/correct": "training",
             "reward/correct_sampled": "all sampled groups",
         },
-        in_picture=True,
+        in_picture=True, limits=lambda values, low, high: (0, 1),
     ),
     Panel(
         "Learning", "Loss on conversations", "nats",
@@ -118,7 +123,8 @@ PANELS = (
     ),
     Panel(
         "Shaping", "Shaping", "bonus / |advantage|",
-        {"shaping/bonus_to_advantage/mean": "mean bonus / mean |A|"}, in_picture=True,
+        {"shaping/bonus_to_advantage/mean": "mean bonus / mean |A|"},
+        in_picture=True, has_legend=True,
     ),
     Panel("Shaping", "Bonus", "advantage", {"shaping/bonus/mean": "bonus per response token"}),
     Panel("Shaping", "Beta and scale", "factor",
@@ -134,7 +140,8 @@ PANELS = (
     ),
     Panel(
         "Responses", "Response length", "tokens",
-        {"response/length/mean": "mean", "response/length/max": "max"}, in_picture=True,
+        {"response/length/mean": "mean", "response/length/max": "max"},
+        in_picture=True, limits=lambda values, low, high: (0, high),
     ),
     Panel(
         "Responses", "How responses end", "share",
@@ -167,13 +174,15 @@ PANELS = (
             "critic/explained_variance": "explained variance of the returns",
             "critic/clip_fraction": "clipped values",
         },
-        in_picture=True,
+        # A new critic can be much worse than a constant. Its first values would hide the rest.
+        in_picture=True, limits=lambda values, low, high: (max(low, -1), max(high, 0)),
     ),
     Panel(
         "Policy", "Values of the critic", "reward",
         {"critic/value/mean": "mean value", "critic/return/mean": "mean return"}, in_picture=True,
     ),
-    Panel("Policy", "State of the algorithm", "value", {"algorithm/*": ""}, in_picture=True),
+    Panel("Policy", "State of the algorithm", "value", {"algorithm/*": ""}, in_picture=True,
+          has_legend=True),
     Panel(
         "Sampling", "Mismatch of log-probabilities", "nats",
         {"rollout/logprob_mismatch/mean": "mean", "rollout/logprob_mismatch/max": "max"},
@@ -220,7 +229,8 @@ PANELS = (
             "time/update_s": "update",
             "time/old_logprobs_s": "log-probs",
         },
-        in_picture=True,
+        # The first step compiles and is slow. Its value would make all others look like zero.
+        in_picture=True, limits=lambda values, low, high: (0, 2.5 * statistics.median(values)),
     ),
     Panel(
         "Time", "Sampling ahead", "s",

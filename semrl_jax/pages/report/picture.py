@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Sequence
 
 import matplotlib
@@ -37,7 +36,7 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
     height = 3.0 * max(num_rows, 1) + 0.08 * num_below
     figure = Figure(figsize=(4.6 * num_columns, height), layout="constrained")
     for index, panel in enumerate(panels):
-        title, keys = panel.title, panel.keys
+        keys = panel.keys
         axes = figure.add_subplot(num_rows, num_columns, index + 1)
         styles = itertools.cycle(itertools.product(LINE_STYLES, COLOURS))
         for (style, colour), (key, label) in zip(styles, keys.items()):
@@ -46,26 +45,16 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
             look = {"color": colour, "ls": style, "marker": marker, "ms": 3, "lw": 1.4}
             axes.plot(*zip(*points), label=_plain(label), **look)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_title(panel.title, fontsize=10, loc="left")
         axes.set_ylabel(panel.unit, fontsize=8)
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if title == "Accuracy":
-            axes.set_ylim(0, 1)
-        elif title == "Response length":
-            axes.set_ylim(bottom=0)
-        elif title == "Time of a step":
-            # The first step compiles and is slow. Its value would make all others look like zero.
-            times = [value for value in values.get("time/step_s", ()) if value is not None]
-            usual = statistics.median(times or [1.0])
-            axes.set_ylim(0, 2.5 * usual)
-        elif title == "Critic":
-            # A new critic can be much worse than a constant. Its first values would hide the rest.
-            bottom, top = axes.get_ylim()
-            axes.set_ylim(max(bottom, -1), max(top, 0))
-        if len(keys) > 1 or title in ("Shaping", "State of the algorithm"):
+        first = [value for value in values[next(iter(keys))] if value is not None]
+        if panel.limits is not None and first:
+            axes.set_ylim(panel.limits(first, *axes.get_ylim()))
+        if len(keys) > 1 or panel.has_legend:
             place = {}
             if len(keys) > MAX_LABELS_INSIDE:
                 place = {"loc": "upper left", "bbox_to_anchor": (0, -0.18), "ncols": 2}
