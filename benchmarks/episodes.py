@@ -35,8 +35,8 @@ from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
-from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.environment_tasks import COLUMN
+from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.requests import Draw
 from semrl_jax.support.clock import Clock
 from semrl_jax.types import Rollout, SampleRequest, SamplingParams, WeightVersion
