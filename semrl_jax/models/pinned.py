@@ -10,11 +10,15 @@ PINNED = "pinned_host"  # the only memory of a host that programs of GPUs and TP
 
 
 def fetched(tree: Any) -> Any:
-    """Arrays on their devices: those in `PINNED` are copied, each once; others stay as they are."""
+    """Arrays on their devices: those in `PINNED` are copied, each once; others stay as they are.
+
+    Under `jax.jit` nothing is copied.
+    """
     copies: dict[int, jax.Array] = {}  # by the identity of what is copied
 
     def of(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind != PINNED:
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if not is_array or leaf.sharding.memory_kind != PINNED:
             return leaf
         if id(leaf) not in copies:
             copies[id(leaf)] = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -62,9 +63,16 @@ def drop(old: Any, new: Any) -> int:
     num_bytes = 0
     for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         if before is not after and not before.is_deleted():
-            num_bytes += sum(shard.data.nbytes for shard in before.addressable_shards)
+            num_bytes += local_bytes(before)
             before.delete()  # also where others still refer to it
     return num_bytes
+
+
+def local_bytes(array: jax.Array) -> int:
+    """Bytes of an array on the devices of this process."""
+    sharding = array.sharding
+    one = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return one * len(sharding.addressable_devices)
 
 
 def to_device(tree: Any) -> Any:
