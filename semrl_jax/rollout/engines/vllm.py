@@ -234,10 +234,10 @@ class VllmEngine(Engine):
         return [TensorSum(*each) for each in worker]
 
     async def sleep(self) -> str:
+        if not self._settings.sleeps:
+            raise NotOffered("it was started without rollout.in_turns=True.")
         from vllm.platforms import current_platform
 
-        if not self._settings.sleeps:
-            raise NotOffered("start it with rollout.in_turns=True, as the trainer.")
         with _engine_errors():
             # Level 1 would copy the weights to the host. New ones come in any case.
             await self._llm.sleep(level=2)

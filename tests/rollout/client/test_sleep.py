@@ -97,6 +97,7 @@ def test_one_that_dies_in_its_sleep_is_set_aside_until_it_is_back(world):
     assert any("is set aside" in line for line in client.lines)
 
 
+@pytest.mark.slow
 def test_bytes_that_the_jax_engine_frees():
     policy = models.Policy(CONFIG)
     params = policy.init(0)

@@ -1,8 +1,8 @@
 """A vLLM replica whose worker records preemptions, and whose weight loads fail on demand.
 
 Files in $SEMRL_TEST_DIRECTORY: `preempted` and `cached` list the ids of requests that were
-preempted, or that began with a cached prefix; `slept` has sleeps, parts that woke, and loads. Each line of `fail_loads`, a name from FAILURES,
-makes one load of weights fail.
+preempted, or that began with a cached prefix; `slept` lists sleeps, parts that woke, and loads.
+Each line of `fail_loads`, a name from FAILURES, makes one load of weights fail.
 """
 
 import os
