@@ -82,7 +82,7 @@ def make_estimate(
             name = "decode"
             own = {"engine weights": weights, "cache, or new weights": max(cache, weights)}
             replica["bytes"] = own | {"total": sum(own.values())}
-        elif not (replica_nodes or config.rollout.in_turns):  # a child process beside the trainer
+        elif not (replica_nodes or config.rollout.in_turns):  # a child process has some cards
             most = 1 - config.rollout.vllm_gpu_memory_utilization
         programs[name] = replica.pop("program") | {"bytes": replica["bytes"]}
     largest = {n: programs[n] for n in ("update", "decode") if n in programs}

@@ -248,7 +248,7 @@ def peak_parts(
     """`memory_parts` that exist at the same time.
 
     Without a lag, a replica of this process has its weights and its cache only between updates; in
-    turns, only beside the parameters.
+    turns, with the parameters alone.
     """
     parts = dict(memory_parts(config, inputs, mesh))
     if not num_earlier(config.rollout):

@@ -123,7 +123,8 @@ class Sampler:
 
         def release() -> None:
             if self.sync.client is not None:
-                self.sync.client.release(weights=True)
+                with self.sync.stop.interruptible():
+                    self.sync.client.release(weights=True)
 
         if not self.config.rollout.in_turns:
             return release()

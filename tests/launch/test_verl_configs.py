@@ -422,7 +422,7 @@ def test_published_runs_pass_the_check_of_configs(name):
 
 @pytest.mark.parametrize("name", ["grpo_qwen2_5_7b", "grpo_llama3_2_3b"])
 def test_published_runs_fit_the_launchers_gpus_with_vllm_in_turns(name):
-    """By the flags in configs/verl/grpo.py; without turns, the larger model does not fit."""
+    """The flags in configs/verl/grpo.py are taken; without turns, the larger model does not fit."""
     flags = re.findall(r"--config\.(rollout\.\w+)=(\S+)", published.__doc__)
     fits = {}
     for in_turns in (True, False):

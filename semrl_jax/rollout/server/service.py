@@ -152,7 +152,7 @@ class RolloutService:
                 self._updating = False
                 self._gate.set()
 
-        # As a commit, in a task of its own.
+        # It is completed even if the caller is gone, like a commit.
         self._commit_task = asyncio.create_task(fall_asleep())
         return await asyncio.shield(self._commit_task)
 
