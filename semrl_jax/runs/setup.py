@@ -73,7 +73,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import read_json_object, write_json
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
-from semrl_jax.training.offload import at_rest, check_gives_back, check_offload, drop, is_away
+from semrl_jax.training.offload import check_gives_back, check_offload, drop, host_copies, is_away
 from semrl_jax.training.passes import NONE, UPDATE, PassPlan
 from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
@@ -332,7 +332,7 @@ def open_run(
             start, other, base = find_start(), inputs.reference, None
             if inputs.lora is not None:
                 base = starting_params(start, policy, mesh, config.lora.base_dtype)
-                base = at_rest(base) if is_away(config, "parameters") else base
+                base = host_copies(base) if is_away(config, "parameters") else base
                 if other is None:
                     return start, base, base
             if inputs.plan.reference == NONE:
@@ -340,7 +340,7 @@ def open_run(
                 return start, base, None
             directory, model = (start, policy) if other is None else (other.directory, other.model)
             params = starting_params(directory, model, mesh, config.model.reference_dtype)
-            return start, base, at_rest(params) if is_away(config, "reference") else params
+            return start, base, host_copies(params) if is_away(config, "reference") else params
 
         measurer = None
         if config.hidden_states.source != "none":
@@ -453,7 +453,7 @@ def critic_base(
     if inputs.critic_directory is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), params)
         if is_away(config, "parameters"):
-            params = at_rest(params)
+            params = host_copies(params)
     return params, head
 
 

@@ -29,7 +29,7 @@ from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.support.clock import Clock
 from semrl_jax.training import train_state
 from semrl_jax.training.critic_update import CriticLoss, batch_values
-from semrl_jax.training.offload import at_rest, drop, is_away
+from semrl_jax.training.offload import drop, host_copies, is_away
 from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import RowPlan, row_plan
 from semrl_jax.training.passes import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
@@ -130,8 +130,8 @@ class Learner:
         """The state while responses are sampled, with what leaves the devices on the host."""
         whole = self.config.rollout.in_turns
         for name, trained in _trained(state) if self.takes_turns else ():
-            optimizer = at_rest(trained.optimizer) if whole else trained.optimizer
-            state = state.with_trained(name, Trained(at_rest(trained.params), optimizer))
+            optimizer = host_copies(trained.optimizer) if whole else trained.optimizer
+            state = state.with_trained(name, Trained(host_copies(trained.params), optimizer))
         return state
 
     def at_work(self, state: TrainState, clock: Clock) -> tuple[Learner, TrainState]:

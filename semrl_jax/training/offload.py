@@ -46,7 +46,7 @@ def on_host(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind(KIND) if shape else sharding
 
 
-def at_rest(tree: Any) -> Any:
+def host_copies(tree: Any) -> Any:
     """The inverse of `models.hosts.fetched` for arrays of one dimension and more, outside jit."""
 
     def of(leaf: Any) -> Any:

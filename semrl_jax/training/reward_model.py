@@ -20,7 +20,7 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rewards import MAX_SCORE, RewardFunction, reward_functions, split_functions
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.critic_update import row_values
-from semrl_jax.training.offload import at_rest
+from semrl_jax.training.offload import host_copies
 from semrl_jax.training.packing import RowPlan, lay_out, row_plan, to_batch
 from semrl_jax.types import RolloutBatch
 
@@ -62,7 +62,7 @@ class RewardModel:
         """Reads the weights onto the mesh; `shared` are peers and device_lock."""
         params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
         if config.rollout.in_turns:
-            params = at_rest(params)
+            params = host_copies(params)
         verifiers, function = split_functions(reward_functions(config.rewards.functions))
         plan = row_plan(mesh, config.training)
         return cls(files.model, params, plan, function, bool(verifiers), **shared)
