@@ -113,7 +113,8 @@ def open_client(
             tokenizer_hash=data.tokenizer_hash(tokenizer),
             vocab_size=policy.config.vocab_size,
         )
-        client.release(weights=True)  # with `in_turns`, the devices are for loading the models now
+        if rollout.in_turns:
+            client.release(weights=True)  # the devices are for loading the models now
         yield client
 
 

@@ -47,7 +47,7 @@ def on_host(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
 
 
 def host_copies(tree: Any) -> Any:
-    """The inverse of `models.hosts.fetched` for arrays of one dimension and more, outside jit."""
+    """The inverse of `models.pinned.fetched` for arrays of one dimension and more, outside jit."""
 
     def of(leaf: Any) -> Any:
         if not leaf.ndim or leaf.sharding.memory_kind == KIND:

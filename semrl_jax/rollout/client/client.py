@@ -350,6 +350,7 @@ class RolloutClient(contextlib.AbstractContextManager):
                 self._sleep()
 
     def _sleep(self) -> None:
+        """Makes all replicas sleep; the last update of weights has ended."""
         timeout_s = self._waits.stall_timeout_s
         for replica, found in self._of_each(
             self._replicas, lambda replica: replica.sleep(self._run_id, timeout_s)
