@@ -3,6 +3,12 @@
 A departure from the launcher has a comment where it is set. Each has one of two reasons: the
 released value is a defect, or it does not fit this system. tests/launch/test_verl_configs.py prints
 all settings of the launcher (tests/golden/verl_launcher.json) and marks the departures.
+
+The launcher samples on the GPUs that train, with vLLM, which sleeps during updates. So do these
+flags, with XLA_PYTHON_CLIENT_ALLOCATOR=platform in the environment of the trainer:
+
+    --config.rollout.engine=vllm --config.rollout.in_turns=True
+    --config.rollout.vllm_tensor_parallelism=4 --config.rollout.vllm_gpu_memory_utilization=0.65
 """
 
 from configs import default

@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.hosts import start_copies, to_host
 from semrl_jax.models.lora import Adapted, merged, stored
+from semrl_jax.models.pinned import fetched
 from semrl_jax.models.policy import Params
 from semrl_jax.types import TensorSpec
 
@@ -171,8 +172,10 @@ def iterate_hf_tensors(
 
     The devices prepare one layer while the caller uses the previous one. If other processes hold
     parts of the parameters, all processes must read it to its end. With `on_host` the arrays are
-    NumPy's; else they stay on their devices, in one process.
+    NumPy's; else they stay on their devices, in one process. Parameters in the memory of the host
+    are on their devices until the last array is made.
     """
+    params = fetched(params)
 
     def start(group: Sequence[HfTensor]) -> list[Array]:
         arrays = _hf_layout(

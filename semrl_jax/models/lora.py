@@ -24,6 +24,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from semrl_jax.models.pinned import fetched
+
 A, B = "lora_a", "lora_b"
 VALUE_HEAD = "value_head"
 MAX_ALPHA = 1e30  # with more, products overflow float32
@@ -90,7 +92,7 @@ def adapted(trained: Params, base: Base | None) -> Params:
         return trained
     layers = dict(base.params["layers"])
     for name, pair in trained["layers"].items():
-        layers[name] = layers[name] | {A: pair[A], B: base.scale * pair[B]}
+        layers[name] = layers[name] | {A: pair[A], B: base.scale * fetched(pair[B])}
     return base.params | trained | {"layers": layers}
 
 

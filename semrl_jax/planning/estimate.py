@@ -82,11 +82,11 @@ def make_estimate(
             name = "decode"
             own = {"engine weights": weights, "cache, or new weights": max(cache, weights)}
             replica["bytes"] = own | {"total": sum(own.values())}
-        elif not replica_nodes:  # a child process with some of the trainer's cards
+        elif not (replica_nodes or config.rollout.in_turns):  # a child process has some cards
             most = 1 - config.rollout.vllm_gpu_memory_utilization
         programs[name] = replica.pop("program") | {"bytes": replica["bytes"]}
     largest = {n: programs[n] for n in ("update", "decode") if n in programs}
-    peak = peak_bytes(largest, {}, config.rollout.max_staleness)
+    peak = peak_bytes(largest, {}, config.rollout)
     update, training = programs["update"], config.training
     seconds = {name: part["runs"] * part["times_s"]["total"] for name, part in programs.items()}
     sampling = seconds.pop("sample" if replica_nodes else "", 0.0)
@@ -105,6 +105,7 @@ def make_estimate(
         "hbm_bytes": where.chip.hbm_bytes,
         "peak_bytes": peak,
         "most_of_a_card": most,
+        "in_turns": config.rollout.in_turns and not is_embedded(config),  # with a replica's process
         "held_bytes": {},
         "step_s": step,
         "update_mfu": update["mfu"],

@@ -121,7 +121,7 @@ def make_plan(
     held, update = programs.held(), found["update"]
     own = [part for name, part in found.items() if name != "decode"]
     fit = all("times_s" in part for part in own)
-    peak = peak_bytes(found, held, config.rollout.max_staleness)
+    peak = peak_bytes(found, held, config.rollout)
     rows = training.micro_batch_size
     if training.micro_batch_tokens:
         rows = f"{training.micro_batch_tokens} tokens per data shard"
@@ -145,18 +145,25 @@ def make_plan(
     return plan | {"advice": [] if plan["fits"] else advice(config, plan, where)}
 
 
-def peak_bytes(programs: Mapping[str, Any], held: Mapping[str, int], lag: int = 0) -> float | int:
+def peak_bytes(
+    programs: Mapping[str, Any], held: Mapping[str, int], rollout: Mapping[str, Any]
+) -> float | int:
     """Bytes of a chip: what stays between programs, and what the largest program adds.
 
-    An engine that samples ahead has its weights during an update too.
+    An engine that samples ahead has its weights during an update too. One that samples in turns has
+    the chip with the parameters that it gets, and with nothing else.
     """
-    sizes, kept = [part["bytes"] for part in programs.values()], dict(held)
-    stays = KEPT + ("engine weights",) * bool(lag)
-    for own in sizes:
+    sizes, kept = {name: part["bytes"] for name, part in programs.items()}, dict(held)
+    stays = KEPT + ("engine weights",) * bool(rollout["max_staleness"])
+    for own in sizes.values():
         kept |= {kind: size for kind, size in own.items() if kind in stays}
-    return max(
-        own["total"] + sum(size for kind, size in kept.items() if kind not in own) for own in sizes
-    )
+
+    def beside(name: str) -> float | int:
+        is_alone = name == "decode" and rollout["in_turns"]
+        found = {kind: kept.get(kind, 0) for kind in ("parameters", "base")} if is_alone else kept
+        return sum(size for kind, size in found.items() if kind not in sizes[name])
+
+    return max(own["total"] + beside(name) for name, own in sizes.items())
 
 
 def _read(compiled: Compiled, programs: Programs) -> dict[str, Any]:
@@ -238,6 +245,9 @@ def advice(
             "decode" in plan["programs"] and config.rollout.jax_tensor_parallelism == 1
         ),
         "rollout.vllm_tensor_parallelism=2: a replica's weights are split": not sampled["fits"],
+        "rollout.in_turns=True: the replica sleeps during updates": (
+            plan.get("most_of_a_card", 1.0) < 0.9 and not config.rollout.max_staleness
+        ),
         f"more devices: {' or '.join(larger)}": larger,
     }
     return [way for way, helps in ways.items() if helps]

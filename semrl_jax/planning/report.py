@@ -48,9 +48,11 @@ def _estimate_lines(plan: Mapping[str, Any]) -> list[str]:
     most, share = plan["most_of_a_card"], plan["peak_bytes"] / plan["hbm_bytes"]
     lines = []
     if most < 1.0:
+        setting = f"XLA_PYTHON_CLIENT_MEM_FRACTION={most:.2g} (default 0.75)"
+        if plan["in_turns"]:
+            setting = "XLA_PYTHON_CLIENT_ALLOCATOR=platform"
         lines.append(
-            f"arrays: {share:.0%} of a card, {share * MARGIN:.0%} with a margin; set "
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION={most:.2g} (default 0.75)"
+            f"arrays: {share:.0%} of a card, {share * MARGIN:.0%} with a margin; set {setting}"
         )
     if plan["replica"] is None:
         lines.append("sampling is on other machines (rollout.addresses), and not in this estimate")

@@ -161,6 +161,7 @@ def vllm_engine(
             enforce_eager=rollout.vllm_enforce_eager,
             quantization=rollout.vllm_quantization,
             inner_states=rollout.vllm_inner_states,
+            sleeps=rollout.in_turns,
             max_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         ),
         max_prompt_tokens=longest_prompt(config),

@@ -106,7 +106,10 @@ def least_parts(
         if not is_machine(mesh):
             parts[REPLICA] /= configured_mesh(config, architecture).shape["tensor"]
         if not num_earlier(config.rollout):  # it has its weights while there are no gradients
-            parts[REPLICA] -= min(parts[REPLICA], parts.get(GRADIENTS, 0))
+            away = (GRADIENTS,)
+            if config.rollout.in_turns and not is_machine(mesh):
+                away = parts.keys() - {PARAMETERS, ADAPTERS, BASE, REPLICA}
+            parts[REPLICA] -= min(parts[REPLICA], sum(parts.get(name, 0) for name in away))
     return {name: size for name, size in parts.items() if size}
 
 
@@ -244,7 +247,8 @@ def peak_parts(
 ) -> dict[str, float | int]:
     """`memory_parts` that exist at the same time.
 
-    Without a lag, a replica of this process has its weights and its cache only between updates.
+    Without a lag, a replica of this process has its weights and its cache only between updates; in
+    turns, with the parameters alone.
     """
     parts = dict(memory_parts(config, inputs, mesh))
     if not num_earlier(config.rollout):
@@ -252,6 +256,9 @@ def peak_parts(
         left = sum(sizes.values()) - sum(
             sizes.get(name, 0) for name in (PARAMETERS, ADAPTERS, config.optimizer.name)
         )
+        if config.rollout.in_turns and not is_machine(mesh):
+            left = sum(parts.values()) - sum(map(sizes.get, sizes.keys() & {PARAMETERS, ADAPTERS}))
+            left -= sum(parts.get(name, 0) for name in (BASE, REPLICA, CACHE))
         for name in filter(parts.get, (REPLICA, CACHE)):
             shared = min(left, parts[name])
             parts[name], left = parts[name] - shared, left - shared

@@ -73,7 +73,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import read_json_object, write_json
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
-from semrl_jax.training.offload import check_offload, to_host
+from semrl_jax.training.offload import check_gives_back, check_offload, drop, host_copies, is_away
 from semrl_jax.training.passes import NONE, UPDATE, PassPlan
 from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
@@ -106,6 +106,12 @@ class OpenRun:
 
     def first_state(self) -> TrainState:
         """The newest valid checkpoint, or the state before the first update."""
+        state = self._first_state()
+        resting = self.learner.resting(state)
+        drop(state, resting)
+        return resting
+
+    def _first_state(self) -> TrainState:
         learner = self.learner
         restored = self.run.checkpoints.restore(learner.abstract_state())
         if restored is not None:
@@ -162,6 +168,9 @@ def check_inputs(
     policy.check_attention(mesh)
     lora, adapter = find_lora(config, policy) or (None, None)
     check_offload(tuple(config.training.offload), mesh.local_devices[0])
+    if config.rollout.in_turns:
+        check_offload(True, mesh.local_devices[0], "rollout.in_turns")
+        check_gives_back(config, mesh.local_devices[0])
     plan = PassPlan.of(algorithm, config)
     if config.metrics.drift_every and plan.reference == NONE:
         raise UserError(
@@ -323,6 +332,7 @@ def open_run(
             start, other, base = find_start(), inputs.reference, None
             if inputs.lora is not None:
                 base = starting_params(start, policy, mesh, config.lora.base_dtype)
+                base = host_copies(base) if is_away(config, "parameters") else base
                 if other is None:
                     return start, base, base
             if inputs.plan.reference == NONE:
@@ -330,8 +340,7 @@ def open_run(
                 return start, base, None
             directory, model = (start, policy) if other is None else (other.directory, other.model)
             params = starting_params(directory, model, mesh, config.model.reference_dtype)
-            away = "reference" in config.training.offload
-            return start, base, to_host(params) if away else params
+            return start, base, host_copies(params) if is_away(config, "reference") else params
 
         measurer = None
         if config.hidden_states.source != "none":
@@ -443,6 +452,8 @@ def critic_base(
     head = params.pop(models.VALUE_HEAD)
     if inputs.critic_directory is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), params)
+        if is_away(config, "parameters"):
+            params = host_copies(params)
     return params, head
 
 

@@ -74,6 +74,11 @@ class Inputs:
         self.policy.check_attention(mesh)
         self.lora, self.adapter = find_lora(config, self.policy) or (None, None)
         check_offload(tuple(config.training.offload), mesh.local_devices[0])
+        if "parameters" in config.training.offload:
+            raise UserError(
+                "training.offload='parameters' frees devices for sampling, and launch.sft samples "
+                "nothing; remove it."
+            )
         if sft.max_tokens > architecture.max_position_embeddings:
             raise UserError(
                 f"sft.max_tokens={sft.max_tokens} must be at most the model's context of "

@@ -103,6 +103,7 @@ def open_client(
                 stall_timeout_s=rollout.stall_timeout_s,
                 tls_ca=rollout.tls_ca_file,
                 check=check,
+                in_turns=rollout.in_turns,
                 find_addresses=find if rollout.addresses_file else None,
                 progress=reporter.line,
             )
@@ -112,6 +113,8 @@ def open_client(
             tokenizer_hash=data.tokenizer_hash(tokenizer),
             vocab_size=policy.config.vocab_size,
         )
+        if rollout.in_turns:
+            client.release(weights=True)  # the devices are for loading the models now
         yield client
 
 
@@ -192,6 +195,12 @@ def _check_limits(
     if config.evaluation.metrics:
         name, way_out = "evaluation.metric_options", "set evaluation.metrics=False"
         _check_measured(replica, name, config.evaluation.metric_options, way_out)
+    version = replica.protocol_major, replica.protocol_minor
+    if config.rollout.in_turns and version < (2, 7):
+        raise UserError(
+            f"replica {replica.replica_id} cannot sleep during updates; start a replica of this "
+            "release, or set rollout.in_turns=False."
+        )
     level = importance_options(config)["level"]
     if level != "none" and "sampling" not in replica.logprob_kinds:
         raise UserError(
@@ -202,7 +211,7 @@ def _check_limits(
     for section in ("rollout", "evaluation"):
         options = SamplingParams(1, **distribution_of(config[section]))
         is_new = options.has_penalties or options.min_tokens
-        if is_new and (replica.protocol_major, replica.protocol_minor) < (2, 5):
+        if is_new and version < (2, 5):
             raise UserError(
                 f"replica {replica.replica_id} would ignore the penalties and min_tokens of "
                 f"config.{section}; start a replica of this release, or leave them out."

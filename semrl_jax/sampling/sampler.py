@@ -11,7 +11,7 @@ from typing import Any
 import ml_collections
 
 from semrl_jax import data, models
-from semrl_jax.cluster.agreement import Retry
+from semrl_jax.cluster.agreement import Retry, run_phase
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.sampling.episodes import Episodes, SingleTurn
 from semrl_jax.sampling.exchange import of_all, own_requests
@@ -115,10 +115,21 @@ class Sampler:
         finally:
             self.sync.client.release()
 
-    def release_weights(self) -> None:
-        """Frees those of a replica in this process; `sync_weights` comes before the next sample."""
-        if self.sync.client is not None:
-            self.sync.client.release(weights=True)
+    def release_weights(self, clock: Clock) -> None:
+        """Frees those of a replica in this process, with `rollout.in_turns` those of every replica.
+
+        `sync_weights` comes before the next sample.
+        """
+
+        def release() -> None:
+            if self.sync.client is not None:
+                with self.sync.stop.interruptible():
+                    self.sync.client.release(weights=True)
+
+        if not self.config.rollout.in_turns:
+            return release()
+        with clock("sleep"):
+            run_phase(self.sync.peers, "sleep", release)
 
     def generate(
         self,

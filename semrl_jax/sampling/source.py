@@ -70,7 +70,7 @@ class Now:
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
         with clock("sample"):
             sample = self.batches.next(step, position, clock)
-        self.sampler.release_weights()  # the update needs the memory; `offer` sends new ones
+        self.sampler.release_weights(clock)  # the update needs the memory; `offer` sends new ones
         return sample
 
 

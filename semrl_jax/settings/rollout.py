@@ -118,6 +118,12 @@ class Rollout:
         "steps",
         at_least=0,
     )
+    in_turns: bool = setting(
+        False,
+        "True: trainer and replicas have the same devices in turns. All that training keeps is on "
+        "the host while they sample, and they sleep during the update. docs/memory.md",
+        may_change=True,
+    )
     connect_timeout_s: float = setting(
         300.0, "limit for all replicas to answer", above=0, may_change=True
     )
@@ -260,6 +266,11 @@ def check_training_rollout(rollout: Section) -> None:
             "rollout.temperature=0 samples equal responses, without advantage; set it above 0."
         )
     lag = rollout["max_staleness"]
+    if lag and rollout["in_turns"]:
+        raise UserError(
+            f"rollout.in_turns=True: replicas sleep during the updates, in which "
+            f"rollout.max_staleness={lag} makes them sample; set one of them to its default."
+        )
     if rollout["in_flight"] != "keep":
         return
     if lag < 2:

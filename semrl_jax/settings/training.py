@@ -73,8 +73,8 @@ class Training(Steps):
     )
     offload: tuple[str, ...] = setting(
         (),
-        "What the host's memory keeps while no update needs it: optimizer, reference; "
-        "repeat the flag. GPUs and TPUs; docs/memory.md",
+        "What the host's memory keeps while no update needs it: optimizer, parameters, "
+        "reference; repeat the flag. docs/memory.md",
         each=OFFLOADED,
         may_change=True,
     )

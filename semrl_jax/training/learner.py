@@ -21,6 +21,7 @@ from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.data.curricula import Seen
 from semrl_jax.models.peft import num_parameters
+from semrl_jax.models.pinned import fetched
 from semrl_jax.models.products import Products
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_earlier, weight_dtype
@@ -28,14 +29,14 @@ from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.support.clock import Clock
 from semrl_jax.training import train_state
 from semrl_jax.training.critic_update import CriticLoss, batch_values
-from semrl_jax.training.offload import fetched
+from semrl_jax.training.offload import drop, host_copies, is_away
 from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import RowPlan, row_plan
 from semrl_jax.training.passes import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.policy_update import PolicyLoss, TokenPass, batch_logprobs
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.train_state import POLICY, TrainState
+from semrl_jax.training.train_state import POLICY, Trained, TrainState
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all, update_number
 from semrl_jax.training.work import batch_products
 from semrl_jax.types import Rollout, RolloutBatch
@@ -114,11 +115,69 @@ class Learner:
         """
         if not num_earlier(self.config.rollout):
             return (state.params,)
-        return (*state.earlier, train_state.copied(state.params, self._kept_dtype))
+        return (*state.earlier, train_state.copied(fetched(state.params), self._kept_dtype))
 
     def whole(self, params: models.Params) -> models.Params:
         """All parameters of the policy, from those in a train state; no copy of the base."""
         return models.adapted(params, self.base)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the parameters leave the devices while responses are sampled."""
+        return is_away(self.config, "parameters")
+
+    def resting(self, state: TrainState) -> TrainState:
+        """The state while responses are sampled, with what leaves the devices on the host."""
+        whole = self.config.rollout.in_turns
+        for name, trained in _trained(state) if self.takes_turns else ():
+            optimizer = host_copies(trained.optimizer) if whole else trained.optimizer
+            state = state.with_trained(name, Trained(host_copies(trained.params), optimizer))
+        return state
+
+    def at_work(self, state: TrainState, clock: Clock) -> tuple[Learner, TrainState]:
+        """Learner and state with their arrays on the devices, as copies, until `at_rest`.
+
+        What `training.offload` names comes later, to its own program.
+        """
+        if not self.takes_turns:
+            return self, state
+        names, own = zip(*_trained(state))
+        later, optimizers, reference = self.config.training.offload, None, None
+        if "optimizer" not in later:
+            optimizers = [each.optimizer for each in own]
+        if "reference" not in later:
+            reference = self.reference
+        with clock("to_device"):
+            params, moved, base, critic_base, fetched_reference = fetched(
+                ([each.params for each in own], optimizers, *self.frozen[:2], reference)
+            )
+            jax.block_until_ready((params, moved))
+        moved = moved or [each.optimizer for each in own]
+        for name, *trained in zip(names, params, moved):
+            state = state.with_trained(name, Trained(*trained))
+        here = dataclasses.replace(
+            self,
+            base=base,
+            critic=self.critic and self.critic._replace(base=critic_base),
+            reference=fetched_reference or self.reference,
+        )
+        return here, state
+
+    def at_rest(
+        self, state: TrainState, here: Learner, clock: Clock
+    ) -> tuple[TrainState, dict[str, float]]:
+        """`resting` of the state after an update by `here`; frees both, and says how many bytes."""
+        if not self.takes_turns:
+            return state, {}
+        with clock("to_host"):
+            resting = self.resting(state)
+            num_bytes = drop(state, resting) + drop(here.frozen, self.frozen)
+        return resting, {"policy/offloaded_bytes": float(num_bytes)}
+
+    @property
+    def frozen(self) -> tuple[models.Base | None, models.Base | None, models.Params | None]:
+        """What no update changes: the bases of policy and critic, and the reference."""
+        return self.base, self.critic and self.critic.base, self.reference
 
     @property
     def _kept_dtype(self) -> str:
@@ -337,3 +396,9 @@ class Learner:
     def _first_baselines(self) -> ShapingState:
         options = self.config.shaping
         return init_shaping_state(options.indicators, guidance=options.guidance)
+
+
+def _trained(state: TrainState) -> list[tuple[str, Trained]]:
+    """The models of a state, by name."""
+    found = ((name, state.trained(name)) for name in (POLICY, "critic"))
+    return [(name, trained) for name, trained in found if trained is not None]

@@ -16,6 +16,7 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Source
 from semrl_jax.support.clock import Clock
 from semrl_jax.training.learner import Learner
+from semrl_jax.training.offload import drop
 from semrl_jax.training.passes import credit_rules
 from semrl_jax.training.probes import Probes, Seen
 from semrl_jax.training.rollout_batch import credited_tokens
@@ -67,14 +68,15 @@ def run_steps(
             yield StepResult(step, state, evaluation, Scored(()), {}, clock)
             return
         scored, position, sampled = source.next(step, state.prompts, clock)
-        batch = learner.batch([item.rollout for item in scored])
-        scored = learner.judged(scored, batch, clock)
+        here, trained = learner.at_work(state, clock)
+        batch = here.batch([item.rollout for item in scored])
+        scored = here.judged(scored, batch, clock)
         rewards = group_rewards(scored, config, step)
         of_turns = None
         if learner.algorithm.needs.turn_rewards:
             of_turns = turn_rewards(scored, config, step)
         learner.algorithm.check_rewards(rewards, *(of_turns or ()))
-        passes = learner.passes(state, batch, clock, probes.needs(step))
+        passes = here.passes(trained, batch, clock, probes.needs(step))
         arrays = passes.arrays()
         seen = Seen(
             step,
@@ -94,12 +96,15 @@ def run_steps(
             # In one transfer.
             credited = {n: float(value) for n, value in jax.device_get(credit.scalars).items()}
         check_stop()  # the last moment at which the state before this step still exists
-        trace = traced(learner, state, batch, passes, credit)
+        drop(state, trained)
+        trace = traced(here, trained, batch, passes, credit)
         with clock("update"):
-            state, losses, logprobs = learner.update(state, batch, passes, credit)
-        state = state.after(credit.memory, position, earlier=offered[1:])
+            trained, losses, logprobs = here.update(trained, batch, passes, credit)
+        state = trained.after(credit.memory, position, earlier=offered[1:])
         probed = probes.after(seen.updated(logprobs, credit.response_mask))
         scalars = probed | sampled | batch_scalars(seen.scored, rewards) | credited | losses
         if trace is not None:
             trace = trace.completed(state, rewards, logprobs, list(sampled))
+        state, moved = learner.at_rest(state, here, clock)
+        scalars |= moved
         yield StepResult(step, state, evaluation, seen.scored, scalars, clock, trace)

@@ -14,11 +14,13 @@ from jaxtyping import Bool, Float
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.models import Params, Policy, ValueModel, replicated
 from semrl_jax.models.of_config import ModelFiles, find_value_model, value_params
+from semrl_jax.models.pinned import fetched
 from semrl_jax.rewards.verdict import with_model_score
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rewards import MAX_SCORE, RewardFunction, reward_functions, split_functions
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.critic_update import row_values
+from semrl_jax.training.offload import host_copies
 from semrl_jax.training.packing import RowPlan, lay_out, row_plan, to_batch
 from semrl_jax.types import RolloutBatch
 
@@ -59,6 +61,8 @@ class RewardModel:
     ) -> RewardModel:
         """Reads the weights onto the mesh; `shared` are peers and device_lock."""
         params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
+        if config.rollout.in_turns:
+            params = host_copies(params)
         verifiers, function = split_functions(reward_functions(config.rewards.functions))
         plan = row_plan(mesh, config.training)
         return cls(files.model, params, plan, function, bool(verifiers), **shared)
@@ -66,7 +70,8 @@ class RewardModel:
     def judged(self, scored: Scored, batch: RolloutBatch) -> Scored:
         """The responses with the model's scores; RuntimeError if one is not within the bound."""
         with self.peers.phase("reward_model"), self.device_lock:
-            scores = batch_scores(self.params, batch, model=self.model, plan=self.plan)
+            params = fetched(self.params)
+            scores = batch_scores(params, batch, model=self.model, plan=self.plan)
         good = np.abs(scores) <= MAX_SCORE  # NaN is not
         if not good.all():
             index = int(np.flatnonzero(~good)[0])

@@ -11,11 +11,15 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import re
 
 import pytest
 
 from configs.default import get_config
+from configs.verl import grpo as published
 from semrl_jax.algorithms import grpo, ppo
+from semrl_jax.planning.estimate import make_estimate
+from semrl_jax.planning.plan import check
 from semrl_jax.runs import validate
 from semrl_jax.settings.environment import Environment
 from semrl_jax.settings.rules import flatten
@@ -156,9 +160,9 @@ COUNTERPARTS_IN_CODE = {
 }
 # The launcher's settings, or sections ending in a dot, for which we have no field.
 NONE = {
-    "actor_rollout_ref.actor.fsdp_config.grad_offload": "placement",
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "placement",
-    "actor_rollout_ref.actor.fsdp_config.param_offload": "placement",
+    "actor_rollout_ref.actor.fsdp_config.grad_offload": "placement: rollout.in_turns",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "placement: rollout.in_turns",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "placement: rollout.in_turns",
     "actor_rollout_ref.actor.fsdp_config.use_orig_params": "placement",
     "actor_rollout_ref.actor.fsdp_config.wrap_policy.": "placement",
     "actor_rollout_ref.actor.lora_": "LoRA, which is off",
@@ -170,7 +174,7 @@ NONE = {
     "actor_rollout_ref.actor.strategy": "the mesh",
     "actor_rollout_ref.actor.use_kl_loss": "always: algorithms.loss.kl_coefficient",
     "actor_rollout_ref.actor.use_lora": "LoRA, which is off",
-    "actor_rollout_ref.hybrid_engine": "replicas may run beside the trainer",
+    "actor_rollout_ref.hybrid_engine": "placement: rollout.in_turns",
     "actor_rollout_ref.model.external_lib": "unset",
     "actor_rollout_ref.model.override_config": "empty",
     "actor_rollout_ref.model.use_remove_padding": "speed: rows are padded to buckets, or packed",
@@ -179,8 +183,8 @@ NONE = {
     "actor_rollout_ref.rollout.do_sample": "training samples, evaluation is greedy, always",
     "actor_rollout_ref.rollout.enable_chunked_prefill": "speed of its engine",
     "actor_rollout_ref.rollout.enforce_eager": "speed of its engine; vllm_enforce_eager",
-    "actor_rollout_ref.rollout.free_cache_engine": "memory of an engine on the same device",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": "of an engine on the same device",
+    "actor_rollout_ref.rollout.free_cache_engine": "placement: rollout.in_turns",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "placement: configs/verl/grpo.py",
     "actor_rollout_ref.rollout.ignore_eos": "off, always",
     "actor_rollout_ref.rollout.load_format": "weights are streamed",
     "actor_rollout_ref.rollout.log_prob_": "as training.micro_batch_size",
@@ -280,6 +284,7 @@ OURS_ALONE = {
     "rollout.addresses": "connection", "rollout.token_file": "connection",
     "rollout.addresses_file": "connection", "rollout.sync_wait_s": "connection",
     "rollout.recorded": "of replays",
+    "rollout.in_turns": "placement, see configs/verl/grpo.py",
     "rollout.groups_per_call": "how responses are divided among replicas",
     "rollout.tls_ca_file": "connection", "rollout.engine": "connection",
     "rollout.connect_timeout_s": "connection", "rollout.call_timeout_s": "connection",
@@ -413,3 +418,18 @@ def test_every_field_of_ours_is_compared_or_has_its_reason():
 @pytest.mark.parametrize("name", RUNS)
 def test_published_runs_pass_the_check_of_configs(name):
     validate(load(name).lock())
+
+
+@pytest.mark.parametrize("name", ["grpo_qwen2_5_7b", "grpo_llama3_2_3b"])
+def test_published_runs_fit_the_launchers_gpus_with_vllm_in_turns(name):
+    """The flags in configs/verl/grpo.py are taken; without turns, the larger model does not fit."""
+    flags = re.findall(r"--config\.(rollout\.\w+)=(\S+)", published.__doc__)
+    fits = {}
+    for in_turns in (True, False):
+        config = load(name)
+        for field, value in flags:
+            config.update_from_flattened_dict({field: type(flatten(config)[field])(value)})
+        config.rollout.in_turns = in_turns
+        where, architecture = check(config, "h100:1x4", compiles=False)
+        fits[in_turns] = make_estimate(config, where, architecture)["fits"]
+    assert len(flags) == 4 and fits == {True: True, False: "3b" in name}

@@ -128,6 +128,13 @@ def test_what_does_not_fit_gets_advice(capsys):
     assert found["most_of_a_card"] == pytest.approx(0.1)  # vLLM has 0.9 of some of these cards
     text = "\n".join(report.headline(found))
     assert "DOES NOT FIT" in text and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.1" in text
+    assert any("rollout.in_turns" in line for line in found["advice"])
+    turns = estimated(
+        "h100:1x4", **{"rollout.engine": "vllm", "rollout.vllm_gpu_memory_utilization": 0.65,
+        "rollout.in_turns": True},
+    )  # fmt: skip
+    assert turns["fits"] and turns["most_of_a_card"] == 0.9
+    assert "set XLA_PYTHON_CLIENT_ALLOCATOR=platform" in "\n".join(report.headline(turns))
     alone = estimated(
         "l40s:4x4", 2, **{"model.path": "Qwen/Qwen2.5-32B", "training.micro_batch_size": 8}
     )

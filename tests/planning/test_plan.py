@@ -104,7 +104,10 @@ def test_a_plan_of_which_one_program_does_not_fit():
     }  # fmt: skip
     decode = {"runs": 8, "bytes": {"cache": 2**30, "total": 2**32}, "compiler_options": {}}
     programs = {"update": update, "decode": decode}
-    assert plan.peak_bytes(programs, {"reference": 2**30}) == 2**32 + 2 * 2**30
+    held, rollout = {"reference": 2**30}, {"max_staleness": 0, "in_turns": False}
+    assert plan.peak_bytes(programs, held, rollout) == 2**32 + 2 * 2**30
+    # In turns, it leaves the parameters alone, while the engine gets them.
+    assert plan.peak_bytes(programs, held, rollout | {"in_turns": True}) == 2**32 + 2**30
     shown = {
         "topology": "v5e:2x4", "accelerator_type": "v5litepod-8", "chips": 8,
         "mesh": {"replica": 1, "fsdp": 8}, "remat": "dots",

@@ -44,6 +44,8 @@ class FakeScript:
     backwards: bool = False  # the responses come
     commit_delay_s: float = 0.0
     fail_commit: bool = False
+    sleeps: bool = True
+    remark: str = ""  # of a sleep
 
 
 DESCRIPTION = {
@@ -64,6 +66,7 @@ class FakeEngine(Engine):
         self.num_hung = 0  # calls that hung so far, and hang until they are aborted
         self.num_closed = 0  # calls that have ended
         self.num_staged = 0  # weight updates begun
+        self.num_sleeps = 0
         self._specs = tuple(specs)
         self._hidden_size = hidden_size
         self._description = ReplicaDescription(**DESCRIPTION | description)
@@ -126,6 +129,14 @@ class FakeEngine(Engine):
             for spec in self._staged_specs
         }
         self.abort_weight_update()
+
+    async def sleep(self) -> str:
+        self.num_sleeps += 1
+        if not self.script.sleeps:
+            return await super().sleep()
+        await asyncio.sleep(self.script.commit_delay_s)
+        self.weights = {}
+        return self.script.remark
 
     def abort_weight_update(self) -> None:
         self._staged, self._staged_specs = {}, ()

@@ -147,6 +147,13 @@ def test_a_contradiction_is_named(field, value, message):
     assert "\n" not in str(caught.value)
 
 
+def test_turns_and_a_lag_exclude_each_other():
+    config = quickstart.get_config()
+    config.update_from_flattened_dict({"rollout.in_turns": True, "rollout.max_staleness": 1})
+    with pytest.raises(UserError, match=r"in_turns=True: replicas sleep .*max_staleness=1 makes"):
+        validate(config)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -139,6 +139,26 @@ def test_what_is_offloaded_from_an_accelerator_does_not_count_there(config, monk
     assert found["parameters"] < 0.2 * size  # of one device of eight
 
 
+def test_in_turns_a_replica_shares_devices_with_the_parameters_alone(config, monkeypatch):
+    config.algorithms.loss.kl_coefficient = 0.1
+    config.data.prompts_per_step = config.training.prompts_per_minibatch = 32
+    config.rollout.jax_max_batch = 128  # a cache larger than an update
+    mesh, num_steps = mesh_of(fsdp=8), config.training.num_steps
+    inputs, config.training.num_steps = inputs_of(config, mesh), 0
+    on_a_cpu = memory.least_parts(config, inputs, mesh)
+    config.rollout.in_turns = True
+    assert memory.least_parts(config, inputs, mesh) == on_a_cpu  # host and device are one memory
+    config.training.num_steps = num_steps
+    monkeypatch.setattr(memory, "is_machine", lambda mesh: False)
+    whole = memory.memory_parts(config, inputs, mesh)
+    least, peak = memory.least_parts(config, inputs, mesh), memory.peak_parts(config, inputs, mesh)
+    others = sum(least[name] for name in ("adamw", "gradients", "reference"))
+    assert least["replica"] == pytest.approx(whole["replica"] - others)
+    together = least["parameters"] + whole["replica"] + whole["its cache"]
+    assert together > whole["update"] + whole["reference"]
+    assert sum(peak.values()) == pytest.approx(together)
+
+
 def test_a_model_that_does_not_fit_is_refused_before_files_are_written(
     config, tmp_path, monkeypatch
 ):

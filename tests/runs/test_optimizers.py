@@ -20,7 +20,7 @@ FACTORED = {
     "training.adam_b2": 0.999,
 }  # fmt: skip
 ROUNDED = {"model.param_dtype": "bfloat16", "model.compute_dtype": "bfloat16"}
-OFFLOADED = {"training.offload": ("optimizer", "reference")}
+OFFLOADED = {"training.offload": ("optimizer", "parameters", "reference")}
 
 
 def state_of(workdir, step):
@@ -51,8 +51,7 @@ def assert_same(actual, expected):
         ("grpo", FACTORED | ROUNDED | OFFLOADED),
         (
             "ppo",
-            ROUNDED
-            | {"optimizer.first_moment_dtype": "bfloat16", "training.offload": ("optimizer",)},
+            ROUNDED | {"optimizer.first_moment_dtype": "bfloat16", "rollout.in_turns": True},
         ),
     ],
 )

@@ -134,6 +134,7 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path, monkeypatch)
     config.algorithms.batch_rules.max_sampling_rounds = 3
     config.rewards.function = "tests.verifiers:by_parity"  # equal rewards would all be dropped
     config.data.curriculum = "learnability"
+    config.rollout.in_turns = True
     keys = keys_of_run(config, tmp_path / "run")
     config.update_from_flattened_dict(
         {
@@ -145,6 +146,7 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path, monkeypatch)
             "data.curriculum": "",
             "training.num_steps": 3,
             "hidden_states.compare_every": 0,
+            "rollout.in_turns": False,
             "rollout.max_staleness": 2,
             "rollout.in_flight": "keep",
             "rollout.jax_processes": 2,

@@ -17,7 +17,7 @@ from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.runs import optimizers
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.offload import KIND, check_offload
+from semrl_jax.training.offload import KIND, check_gives_back, check_offload
 from semrl_jax.training.optimizer import (
     WithMasters,
     load_direction,
@@ -324,3 +324,16 @@ def test_devices_without_such_memory_are_refused():
         check_offload(("optimizer",), device)
     check_offload(("optimizer",), jax.devices()[0])
     assert KIND == "pinned_host"
+
+
+def test_jax_must_give_memory_back_to_a_replica_on_the_same_gpu(monkeypatch):
+    gpu, tpu = (types.SimpleNamespace(platform=platform) for platform in ("gpu", "tpu"))
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    config = config_with(**{"rollout.in_turns": True, "rollout.engine": "vllm"})
+    check_gives_back(config, tpu)
+    with pytest.raises(UserError, match="start the trainer with XLA_PYTHON_CLIENT_ALLOCATOR=plat"):
+        check_gives_back(config, gpu)
+    check_gives_back(config_with(**{"rollout.in_turns": True}), gpu)  # one process has both
+    check_gives_back(config_with(**{"rollout.engine": "vllm"}), gpu)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    check_gives_back(config, gpu)

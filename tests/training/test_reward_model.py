@@ -276,6 +276,7 @@ def test_a_run_is_rewarded_as_transformers_scores_its_responses(config, saved, t
     np.testing.assert_allclose(row["reward/model/mean"], np.mean(expected), **TOLERANCE)
     assert row["time/reward_model_s"] > 0
     config.rewards.functions = ("model",)
+    config.rollout.in_turns = True  # the reward model is on the host while responses are sampled
     assert train(config, str(tmp_path / "alone")) == 0
     alone = read_rows(tmp_path / "alone")[0]
     assert alone["reward/mean"] == pytest.approx(row["reward/model/mean"], rel=1e-5)

@@ -10,7 +10,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import numpy as np
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from semrl_jax.rollout.client.local import LocalReplica
 
+T = TypeVar("T")
 _PROBE_TIMEOUT_S = 5.0  # of one Describe
 _RETRY_S = 10.0  # until a new replica that did not answer is asked again
 _NUM_PROBED = 16  # replicas that are asked at the same time
@@ -70,6 +71,7 @@ class RolloutClient(contextlib.AbstractContextManager):
       share_memory: replicas on this machine read the weights from memory of this process, which
         keeps one copy of them until `close`; all others receive them.
       check: raises UserError for the description of a replica that the caller cannot use.
+      in_turns: `release` of weights makes replicas of other processes sleep.
       find_addresses: asked before each sync of weights for the addresses; it may raise UserError.
       waits: fields of `Waits`.
 
@@ -88,6 +90,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         local: LocalReplica | None = None,
         tls_ca: str = "",
         share_memory: bool = True,
+        in_turns: bool = False,
         check: Callable[[ReplicaDescription], None] = lambda description: None,
         find_addresses: Callable[[], Sequence[str]] | None = None,
         **waits,
@@ -107,6 +110,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._expected: dict[str, str | int] = {}
         self._token = token
         self._authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
+        self._in_turns = in_turns
         self._check = check
         self._find_addresses = find_addresses
         self._reported: dict[str, str] = {}  # why an address is not used
@@ -333,11 +337,33 @@ class RolloutClient(contextlib.AbstractContextManager):
         """Frees what a replica of this process keeps. Others keep it until new weights come.
 
         Args:
-          weights: free these too; no call follows before the next `sync_weights`.
+          weights: free these too; no call follows before the next `sync_weights`. With `in_turns`
+            others free them as well; one that does not answer is set aside.
+
+        UserError: a replica cannot sleep, or belongs to another run.
         """
         self._homes.clear()
         if self._local is not None:
             self._local.release(weights)
+        elif weights and self._in_turns:
+            with self._one_sync:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Makes all replicas sleep; the last update of weights has ended."""
+        timeout_s = self._waits.stall_timeout_s
+        for replica, found in self._of_each(
+            self._replicas, lambda replica: replica.sleep(self._run_id, timeout_s)
+        ).items():
+            replica.version = None
+            if isinstance(found, grpc.RpcError):
+                if fatal := fatal_error(replica, found):
+                    raise fatal from found
+                self._set_aside(replica, describe_error(found))
+            elif isinstance(found, Exception):
+                raise found
+            elif found:
+                self._report(replica.address, f"{replica.name}: {found}")
 
     def _await_replica(self, replica: Replica, deadline: float) -> None:
         last_report = started = time.monotonic()
@@ -392,12 +418,18 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._counters.add(weight_bytes=sum(spec.num_bytes for spec in self._specs))
 
     def _ask(self, replicas: Sequence[Replica]) -> dict[Replica, ReplicaDescription | Exception]:
-        """The description of each replica, or why there is none; all are asked at once."""
+        """The description of each replica, or why there is none."""
+        return self._of_each(replicas, lambda replica: self._describe(replica, _PROBE_TIMEOUT_S))
+
+    def _of_each(
+        self, replicas: Sequence[Replica], ask: Callable[[Replica], T]
+    ) -> dict[Replica, T | Exception]:
+        """The answer of each replica, or why there is none; all are asked at once."""
         if not replicas:
             return {}
-        threads = concurrent.futures.ThreadPoolExecutor(_NUM_PROBED, "describe")
+        threads = concurrent.futures.ThreadPoolExecutor(_NUM_PROBED, "ask")
         try:
-            asked = {r: threads.submit(self._describe, r, _PROBE_TIMEOUT_S) for r in replicas}
+            asked = {replica: threads.submit(ask, replica) for replica in replicas}
             return {r: future.exception() or future.result() for r, future in asked.items()}
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # a signal may have ended the wait

@@ -30,7 +30,7 @@ _OPTIONS = (
 )
 
 _MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds deadlines up
-_MAX_PROGRAM = 100  # characters kept of the program that a replica compiles
+_MAX_TEXT = 100  # characters kept of a text that is shown
 _CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 
 
@@ -59,6 +59,7 @@ class RemoteReplica(Replica):
             request_serializer=pb.GenerateRequest.SerializeToString,
         )
         self._tensor_sums = self._channel.unary_unary(f"/{codec.SERVICE_NAME}/TensorSums")
+        self._sleep = self._channel.unary_unary(f"/{codec.SERVICE_NAME}/Sleep")
         # Takes serialised messages: one update goes to several replicas.
         self._update_weights = self._channel.stream_unary(f"/{codec.SERVICE_NAME}/UpdateWeights")
 
@@ -73,7 +74,7 @@ class RemoteReplica(Replica):
             text = self._ask(timeout_s, None).compiling
         except (grpc.RpcError, UserError):
             return ""
-        return "".join(filter(str.isprintable, text[:_MAX_PROGRAM]))
+        return printable(text)
 
     def _ask(self, timeout_s: float, memory: pb.SharedMemory | None) -> ReplicaDescription:
         request = pb.DescribeRequest(memory=memory).SerializeToString()
@@ -102,6 +103,12 @@ class RemoteReplica(Replica):
         request = pb.TensorSumsRequest().SerializeToString()
         data = self._call(self._tensor_sums, request, timeout_s)
         return codec.decode_sums(bounds.parse(pb.TensorSumsResponse, data))
+
+    def sleep(self, run_id: str, timeout_s: float) -> str:
+        """Frees its memory until weights come; returns why it freed nothing, or ""."""
+        request = pb.SleepRequest(run_id=run_id).SerializeToString()
+        remark = bounds.parse(pb.SleepResponse, self._call(self._sleep, request, timeout_s)).remark
+        return printable(remark)
 
     def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
         """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes."""
@@ -153,3 +160,8 @@ class RemoteResponses(Responses):
 
     def cancel(self) -> None:
         self._messages.cancel()
+
+
+def printable(text: str) -> str:
+    """The beginning of a replica's text, on one line."""
+    return "".join(filter(str.isprintable, text[:_MAX_TEXT]))

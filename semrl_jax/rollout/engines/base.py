@@ -100,6 +100,14 @@ class Engine(abc.ABC):
           weights: free these too; no call follows before the next update. An engine may keep them.
         """
 
+    async def sleep(self) -> str:
+        """Frees weights and caches for another user of the devices, until the next update.
+
+        Called while no `generate` runs. Returns why nothing was freed, or "". NotOffered if it
+        cannot.
+        """
+        raise NotOffered("this engine does not sleep.")
+
     def check(self) -> None:
         """Raises EngineDeadError if the engine has died. Called every second; must be quick."""
 

@@ -142,6 +142,10 @@ class JaxEngine(Engine):
             self._params = None
             host_memory.give_back()  # where the device is a CPU, a layer's weights are small arrays
 
+    async def sleep(self) -> str:
+        self.release(weights=True)
+        return ""
+
     def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
         self.release()  # the memory is needed for these weights
         params = UnstackedParams(self._policy.config, self._shardings, self._policy.compute_dtype)

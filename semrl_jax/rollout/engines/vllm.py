@@ -30,7 +30,7 @@ from jaxtyping import Float, UInt8
 from semrl_jax.data import StopMatcher, TokenBytes
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.host_memory import available_bytes
-from semrl_jax.rollout.wire.codec import GenerateCall, LimitExceeded
+from semrl_jax.rollout.wire.codec import GenerateCall, LimitExceeded, NotOffered
 from semrl_jax.rollout.wire.shared_memory import layout
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
@@ -73,6 +73,7 @@ class VllmSettings:
     quantization: str = ""
     max_tokens: int = 0  # of a prompt and its response together; 0: the sum of their limits
     inner_states: bool = False  # whether it gives those of all layers; without compilation
+    sleeps: bool = False  # whether `sleep` may be called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,7 @@ class VllmEngine(Engine):
         self._staged: _Staging | None = None
         self._serving: _Staging | None = None  # the weights to restore after a failed update
         self._spare: _Staging | None = None  # for the next update: new memory costs page faults
+        self._is_asleep = False
         self._versions: dict[str, WeightVersion] = {}  # by vLLM's label of the weights
         self._llm: Any = None
         self._pool: Any = None
@@ -213,7 +215,10 @@ class VllmEngine(Engine):
             # The prefix cache was computed with the old weights: it is cleared.
             await self._llm.pause_generation(mode="abort", clear_cache=True)
             try:
+                await self._wake("weights")
                 await self._load(staged)
+                await self._wake("kv_cache")
+                self._is_asleep = False
                 await self._llm.update_weight_version(label)
                 self._versions[label] = version
             finally:
@@ -227,6 +232,24 @@ class VllmEngine(Engine):
         with _engine_errors():
             (worker, *_) = await self._llm.collective_rpc("semrl_tensor_sums", args=(tensors,))
         return [TensorSum(*each) for each in worker]
+
+    async def sleep(self) -> str:
+        if not self._settings.sleeps:
+            raise NotOffered("it was started without rollout.in_turns=True.")
+        from vllm.platforms import current_platform
+
+        with _engine_errors():
+            # Level 1 would copy the weights to the host. New ones come in any case.
+            await self._llm.sleep(level=2)
+        self._is_asleep = True
+        if current_platform.is_sleep_mode_available():
+            return ""
+        return "its vLLM frees no memory on this platform while it sleeps"
+
+    async def _wake(self, part: str) -> None:
+        """The part gets memory again. Its contents are lost."""
+        if self._is_asleep:
+            await self._llm.wake_up([part])
 
     async def abort(self) -> None:
         self._num_aborts += 1
@@ -271,6 +294,7 @@ class VllmEngine(Engine):
                 # A compiled model calls no hooks.
                 enforce_eager=settings.enforce_eager or settings.inner_states,
                 quantization=settings.quantization or None,
+                enable_sleep_mode=settings.sleeps and current_platform.is_sleep_mode_available(),
                 # The log-probabilities are of the distribution that is sampled from: after
                 # temperature, top-k and top-p.
                 logprobs_mode="processed_logprobs",

@@ -256,6 +256,7 @@ def _handlers(service: RolloutService) -> grpc.GenericRpcHandler:
         "Resume": grpc.unary_unary_rpc_method_handler(service.Resume),
         "Abort": grpc.unary_unary_rpc_method_handler(service.Abort),
         "TensorSums": grpc.unary_unary_rpc_method_handler(service.TensorSums),
+        "Sleep": grpc.unary_unary_rpc_method_handler(service.Sleep),
     }
     return grpc.method_handlers_generic_handler(codec.SERVICE_NAME, handlers)
 

@@ -69,6 +69,7 @@ class RolloutService:
             metric_kinds=METRICS if measures else (),
         )
         self._version: WeightVersion | None = None
+        self._run_id = ""  # of the run that the replica belongs to
         self._running: set[asyncio.Event] = set()  # one per Generate call, set at its end
         self._gate = asyncio.Event()  # closed while weights are committed
         self._gate.set()
@@ -130,6 +131,39 @@ class RolloutService:
             self._version = None
         self._engine.release(weights)
 
+    async def sleep(self, run_id: str) -> str:
+        """Frees weights and caches once running calls have ended; the next `update` ends the sleep.
+
+        Returns why the engine freed nothing, or "".
+        """
+        self._check_run(run_id, "does not sleep for")
+        if self._updating:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "a weight update is running.")
+        self._updating = True
+
+        async def fall_asleep() -> str:
+            self._gate.clear()
+            try:
+                await _all_set(self._running)
+                self._version = None  # first: a failure may have freed a part
+                with refused_if_invalid():
+                    return await self._engine.sleep()
+            finally:
+                self._updating = False
+                self._gate.set()
+
+        # It is completed even if the caller is gone, like a commit.
+        self._commit_task = asyncio.create_task(fall_asleep())
+        return await asyncio.shield(self._commit_task)
+
+    def _check_run(self, run_id: str, refuses: str) -> None:
+        if self._run_id and run_id != self._run_id:
+            raise Refused(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"the replica belongs to run {self._run_id!r}; it {refuses} run {run_id!r}. "
+                "Restart the replica to hand it over.",
+            )
+
     async def load(
         self,
         version: WeightVersion,
@@ -170,12 +204,7 @@ class RolloutService:
                 raise _invalid(f"begin.{field} needs 1 to {codec.MAX_NAME_LENGTH} characters.")
         if begin.step < 0:
             raise _invalid(f"begin.step={begin.step} must be at least 0.")
-        if self._version is not None and begin.run_id != self._version.run_id:
-            raise Refused(
-                grpc.StatusCode.PERMISSION_DENIED,
-                f"the replica belongs to run {self._version.run_id!r}; it refuses weights of run "
-                f"{begin.run_id!r}. Restart the replica to hand it over.",
-            )
+        self._check_run(begin.run_id, "refuses weights of")
         with refused_if_invalid():
             return codec.decode_specs(tensors, self._engine.expected_tensors())
 
@@ -198,6 +227,9 @@ class RolloutService:
 
     async def TensorSums(self, request, context) -> pb.TensorSumsResponse:
         return codec.encode_sums(*await self.tensor_sums())
+
+    async def Sleep(self, request, context) -> pb.SleepResponse:
+        return pb.SleepResponse(remark=await self.sleep(request.run_id))
 
     async def Pause(self, request, context) -> pb.PauseResponse:
         counts = self.counts
@@ -407,7 +439,7 @@ class RolloutService:
         result = "failed"
         try:
             await self._engine.commit_weight_update(version)
-            self._version = version
+            self._version, self._run_id = version, version.run_id
             self.counts.weight_step = version.step
             result = "committed"
             _log.info("serves weights %s", version)

@@ -45,10 +45,10 @@ class Reader(NamedTuple):
 
 def request_readers(limits: ReplicaDescription, specs: Sequence[TensorSpec]) -> dict[str, Reader]:
     """The reader of every method by name, for these limits of a call and tensors of an update."""
-    empty = {"Describe": pb.DescribeRequest, "Pause": pb.PauseRequest}
-    empty |= {"Resume": pb.ResumeRequest, "Abort": pb.AbortRequest}
-    empty |= {"TensorSums": pb.TensorSumsRequest}
-    readers = {name: Reader(kind.FromString) for name, kind in empty.items()}
+    small = {"Describe": pb.DescribeRequest, "Pause": pb.PauseRequest}
+    small |= {"Resume": pb.ResumeRequest, "Abort": pb.AbortRequest}
+    small |= {"TensorSums": pb.TensorSumsRequest, "Sleep": pb.SleepRequest}
+    readers = {name: Reader(kind.FromString) for name, kind in small.items()}
 
     # Twice the tensors, so that the codec can name missing and extra ones.
     max_name_bytes = 4 * max((len(spec.name) for spec in specs), default=0)  # UTF-8

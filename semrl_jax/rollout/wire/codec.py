@@ -45,7 +45,7 @@ from semrl_jax.types import (
 # 2.3: caches are kept for further turns; 2.4: min_p; 2.5: penalties, min_tokens;
 # 2.6: sums of tensors
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 6
+PROTOCOL_MINOR = 7
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change

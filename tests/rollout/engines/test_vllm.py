@@ -163,7 +163,7 @@ def client(model, tmp_path_factory):
     """Chunked prefill (64 tokens a step) and 12 blocks of cache, too few for 16 responses."""
     directory, port = tmp_path_factory.mktemp("observed"), free_port()
     flags = (
-        f"--http_port={port}",
+        f"--http_port={port}", "--config.rollout.in_turns=True",
         "--config.rollout.max_prompt_tokens=200", "--config.rollout.max_response_tokens=64",
         "--config.rollout.vllm_max_num_seqs=16", "--config.rollout.vllm_max_num_batched_tokens=64",
         "--config.rollout.vllm_kv_cache_gib=0.0015",
@@ -429,6 +429,36 @@ def test_update_reaches_every_layer_and_no_cached_prefix_survives_it(client, mod
         rollouts = sampled(client, version, requests, greedy)
         assert_right(rollouts.values(), weights, greedy)
     assert [rollouts[r.sample_id].response_ids.tolist() for r in requests] == expected
+
+
+def test_it_sleeps_until_new_weights_come(client, model, other):
+    """In vLLM's own order. A CPU frees nothing, which the replica says; a load fails in between."""
+    requests, lines = requests_of(random_prompts(model, [20, 140]), 2), []
+    in_turns = RolloutClient(
+        (client.replica.address(),), TOKEN, run_id="run", attempt_id="attempt", in_turns=True,
+        sync_timeout_s=60.0, progress=lines.append,
+    )  # fmt: skip
+    with in_turns:
+        version = model.sync(in_turns, 0)
+        expected = sampled(in_turns, version, requests)
+        (client.directory / "slept").write_text("")
+        for step, weights in enumerate([other, model], start=1):
+            in_turns.release(weights=True)
+            in_turns.release(weights=True)
+            with client.replica.caller() as caller, pytest.raises(grpc.RpcError) as caught:
+                list(caller.generate(requests, SAMPLING, STATES, version=version))
+            assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+            if weights is model:
+                (client.directory / "fail_loads").write_text("broken off")
+            rollouts = sampled(in_turns, weights.sync(in_turns, step), requests)
+            assert_right(rollouts.values(), weights)
+    for name, rollout in rollouts.items():
+        np.testing.assert_array_equal(rollout.response_ids, expected[name].response_ids)
+    told = [line for line in lines if "frees no memory on this platform while it sleeps" in line]
+    assert len(told) == 1
+    waking = ["weights", "load", "kv_cache"]
+    failing = ["weights", "load", "load", "load", "kv_cache"]  # new, old, and new ones once more
+    assert observed(client, "slept") == ["sleep_2", *waking, "sleep_2", *failing]
 
 
 def spoiled_updates(model, other):

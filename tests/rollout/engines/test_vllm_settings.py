@@ -1,5 +1,6 @@
 """Checks of the vLLM engine before it starts vLLM; these tests do not need vLLM."""
 
+import asyncio
 import dataclasses
 import pathlib
 import shutil
@@ -15,7 +16,7 @@ from semrl_jax.rollout.engines.vllm import (
     _root_cause,
     check_queue_space,
 )
-from semrl_jax.rollout.wire.codec import LimitExceeded
+from semrl_jax.rollout.wire.codec import LimitExceeded, NotOffered
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import SampleRequest
 from tests.launch.conftest import run
@@ -82,6 +83,12 @@ def test_states_of_prompts_that_do_not_fit_into_memory(plugin, monkeypatch):
     monkeypatch.setattr("semrl_jax.rollout.engines.vllm.available_bytes", lambda: 9 * 3 * 256 - 1)
     with pytest.raises(LimitExceeded, match=r"states of 9 prompts of 3 tokens .* fewer samples"):
         engine._check_prompt_rows(requests)
+
+
+def test_one_that_was_not_started_to_sleep_says_so(plugin):
+    engine = VllmEngine(MODEL, VllmSettings())
+    with pytest.raises(NotOffered, match=r"was started without rollout\.in_turns=True"):
+        asyncio.run(engine.sleep())
 
 
 def test_queues_that_do_not_fit_into_shared_memory(tmp_path):

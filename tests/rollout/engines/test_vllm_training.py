@@ -24,8 +24,8 @@ FLAGS = (
 
 @pytest.mark.soak  # tests/launch/test_real_model.py has a replica before and after an update
 @pytest.mark.parametrize(
-    "fields", [(), pytest.param(("--config.lora.rank=4",), marks=pytest.mark.soak)],
-    ids=["all parameters", "adapters"],
+    "fields", [(), ("--config.lora.rank=4",), ("--config.rollout.in_turns=True",)],
+    ids=["all parameters", "adapters", "in turns"],
 )  # fmt: skip
 def test_a_run_with_a_vllm_child(tmp_path, fields):
     """Weights reach vLLM at every step: its log-probabilities agree with the trained policy.

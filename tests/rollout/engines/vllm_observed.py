@@ -1,8 +1,8 @@
 """A vLLM replica whose worker records preemptions, and whose weight loads fail on demand.
 
 Files in $SEMRL_TEST_DIRECTORY: `preempted` and `cached` list the ids of requests that were
-preempted, or that began with a cached prefix. Each line of `fail_loads`, a name from FAILURES,
-makes one load of weights fail.
+preempted, or that began with a cached prefix; `slept` lists sleeps, parts that woke, and loads.
+Each line of `fail_loads`, a name from FAILURES, makes one load of weights fail.
 """
 
 import os
@@ -22,6 +22,7 @@ class ObservedExtension(RolloutExtension):
         answer = super().semrl_install(*given)
         runner = self.model_runner
         execute_model, reload_weights = runner.execute_model, runner.reload_weights
+        sleep, wake_up = self.sleep, self.wake_up
 
         def observed_execute_model(scheduled, *args, **options):
             write("preempted", scheduled.preempted_req_ids or ())
@@ -30,7 +31,16 @@ class ObservedExtension(RolloutExtension):
             )
             return execute_model(scheduled, *args, **options)
 
+        def observed_sleep(level):
+            write("slept", [f"sleep_{level}"])
+            sleep(level)
+
+        def observed_wake_up(tags):
+            write("slept", tags)
+            wake_up(tags)
+
         def observed_reload_weights(weights_iterator):
+            write("slept", ["load"])
             orders = DIRECTORY / "fail_loads"
             kinds = orders.read_text().splitlines() if orders.exists() else []
             if kinds:
@@ -40,6 +50,7 @@ class ObservedExtension(RolloutExtension):
 
         runner.execute_model = observed_execute_model
         runner.reload_weights = observed_reload_weights
+        self.sleep, self.wake_up = observed_sleep, observed_wake_up
         return answer
 
 

@@ -118,6 +118,7 @@ def all_calls(channel):
         "Resume": (stub.Resume, pb.ResumeRequest()),
         "Abort": (stub.Abort, pb.AbortRequest()),
         "TensorSums": (stub.TensorSums, pb.TensorSumsRequest()),
+        "Sleep": (stub.Sleep, pb.SleepRequest(run_id="run")),
         "Health.Check": (health.Check, health_pb2.HealthCheckRequest()),
         "Health.Watch": (health.Watch, health_pb2.HealthCheckRequest()),
         "Reflection": (reflection.ServerReflectionInfo, iter([query])),
@@ -126,7 +127,7 @@ def all_calls(channel):
 
 
 CALLS = list(all_calls(grpc.insecure_channel("127.0.0.1:1")))
-OURS = CALLS[:7]
+OURS = CALLS[:8]
 
 
 def test_every_method_of_the_service_is_listed():

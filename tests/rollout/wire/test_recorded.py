@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 2.5 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 2.7 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -204,6 +204,10 @@ def messages():
         "2.4": {"generate_request_min_p": request(MIN_P)},
         "2.5": {"generate_request_penalised": request(PENALISED)},
         "2.6": {"tensor_sums_response": codec.encode_sums(VERSION, SUMS)},
+        "2.7": {
+            "sleep_request": pb.SleepRequest(run_id="run-7"),
+            "sleep_response": pb.SleepResponse(remark="it frees nothing"),
+        },
     }
     for i, chunk_bytes in enumerate(large):
         state_chunk = pb.GenerateResponse.FromString(chunk_bytes)
@@ -299,6 +303,12 @@ def test_request_with_penalties():
 def test_sums_of_tensors():
     reply = recorded("tensor_sums_response", pb.TensorSumsResponse, "2.6")
     assert tuple(codec.decode_sums(reply)) == SUMS
+
+
+def test_sleep():
+    data = (RECORDED / "2.7" / "sleep_request.bin").read_bytes()
+    assert bounds.request_readers(READS, SPECS)["Sleep"].read(data).run_id == "run-7"
+    assert recorded("sleep_response", pb.SleepResponse, "2.7").remark == "it frees nothing"
 
 
 def test_weight_update_through_memory():
