@@ -140,9 +140,3 @@ def test_decode_inverts_encode(found):
     assert list(scalars) == sorted(scalars) and len(scalars) == 2 * len(found)
     assert all(type(value) is float for value in scalars.values())
     assert decode(json.loads(json.dumps(scalars))) == found
-
-
-def test_a_value_without_a_validity_is_valid_where_finite():
-    found = decode({"effective_rank": 1.5, "curvature": float("nan")})
-    assert found[MetricKey("effective_rank")] == (1.5, True)
-    assert not found[MetricKey("curvature")].valid

@@ -78,7 +78,7 @@ BOMBS = {
     "layers": ("Generate", VERSIONED + field(3, field(1, bytes(MANY))), LARGE, "layers has"),
     "kinds": (
         "Generate", ASKED + field(3, b"\x08\x01" + field(2, b"float32") + b"\x1a\x00" * MANY),
-        WRONG, "kinds has",
+        LARGE, "kinds has",
     ),
     "end tokens": ("Generate", VERSIONED + field(2, field(5, bytes(MANY))), LARGE, "eos_token_ids"),
     "metrics": ("Generate", VERSIONED + field(6, b"\x0a\x00" * MANY), LARGE, "names has"),

@@ -316,9 +316,6 @@ def test_states_not_asked_for_are_refused():
 
     with pytest.raises(ValueError, match="not equally wide"):
         decode(both, make_rollout(3, STATES, prompt_states=STATES[:2]), narrower)
-    none = HiddenStateParams((0,), kinds=())
-    with pytest.raises(ValueError, match="kinds is empty"):
-        codec.encode_request(both._replace(hidden_states=none))
 
 
 def test_chunks_that_do_not_fill_the_states_are_refused():
@@ -428,6 +425,7 @@ BAD_REQUESTS = [
     ),
     (lambda m: m.hidden_states.layers.append(0), ValueError, "has an entry twice"),
     (lambda m: setattr(m.hidden_states, "dtype", "int4"), ValueError, "dtype='int4'"),
+    (lambda m: m.hidden_states.ClearField("kinds"), ValueError, "hidden_states.kinds is empty"),
     (lambda m: m.hidden_states.kinds.append("later"), codec.NotOffered, "kinds has 'later'"),
     (lambda m: m.hidden_states.kinds.extend(["decode"] * 2), ValueError, "has an entry twice"),
 ]
