@@ -15,6 +15,7 @@ def slow_after(count: int, cases: Iterable) -> list:
 
 
 def refused(message: str, call: Callable, *arguments, **options) -> None:
-    """The call raises a UserError in which the pattern is found."""
-    with pytest.raises(UserError, match=message):
+    """The call raises a UserError of one line, in which the pattern is found."""
+    with pytest.raises(UserError, match=message) as caught:
         call(*arguments, **options)
+    assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ from semrl_jax import models
 from semrl_jax.models.families import Family
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
 
 SIZES = {
@@ -214,8 +215,7 @@ def test_unsupported_architectures_are_refused(model_type, change, message):
 )
 def test_options_the_family_does_not_have_are_refused(fields, message):
     config = models.config_from_hf(hf_config("qwen2"))
-    with pytest.raises(UserError, match=message):
-        dataclasses.replace(config, **fields)
+    refused(message, dataclasses.replace, config, **fields)
 
 
 OWN = "tests.models.own_family"

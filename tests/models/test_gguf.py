@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from semrl_jax import data, models
 from semrl_jax.models import gguf
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.models.conftest import make_pair
 
 TYPES = library.GGMLQuantizationType
@@ -236,8 +237,7 @@ def test_a_damaged_file_is_one_line_or_another_model(qwen, tmp_path):
 def test_a_directory_with_several_files_names_them(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UserError, match=r"holds 2 GGUF files \(a.gguf, b.gguf\)"):
-        models.find_directory(tmp_path)
+    refused(r"holds 2 GGUF files \(a.gguf, b.gguf\)", models.find_directory, tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert models.find_directory(tmp_path) == tmp_path
 

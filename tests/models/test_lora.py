@@ -18,6 +18,7 @@ from semrl_jax.models.hf_weights import layer_kernels
 from semrl_jax.models.lora import A, B, Dropout
 from semrl_jax.models.sharding import PARTITION_SPECS, partition_spec
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.models.conftest import make_pair
 
 CONFIG = models.DecoderConfig(
@@ -298,8 +299,7 @@ def test_every_field_of_peft_is_supported_or_refused(copied):
     assert (found.rank, found.alpha, found.rank_stabilized) == (5, 3.0, True)
     for name, value in refused.items():
         change_config(copied, **defaults | {"peft_type": "LORA", name: value})
-        with pytest.raises(UserError, match=f"{name}=.*(is not supported|must be 'LORA')"):
-            peft.find_adapter(copied)
+        refused(f"{name}=.*(is not supported|must be 'LORA')", peft.find_adapter, copied)
 
 
 def test_an_adapter_of_other_weights(saved, tmp_path):
@@ -307,8 +307,7 @@ def test_an_adapter_of_other_weights(saved, tmp_path):
     files = peft.find_adapter(saved / "adapter")
     with pytest.raises(UserError, match="is an adapter of other weights than those of owner/base"):
         peft.load_adapter(files, CONFIG, tmp_path / "base", "owner/base")
-    with pytest.raises(UserError, match=r"is no adapter: adapter_config\.json is missing"):
-        peft.find_adapter(tmp_path)
+    refused(r"is no adapter: adapter_config\.json is missing", peft.find_adapter, tmp_path)
 
 
 @pytest.mark.parametrize("name", [None, "", ["base"]])

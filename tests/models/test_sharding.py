@@ -12,6 +12,7 @@ from semrl_jax import models
 from semrl_jax.models.sharding import activation_spec
 from semrl_jax.planning import hlo
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.models.caches import widened
 
 MESHES = (
@@ -76,8 +77,7 @@ def test_mesh_that_does_not_fit_is_refused(sizes, message):
 def test_axis_that_does_not_divide_is_refused(policy):
     mesh = models.make_mesh({"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 8})
     params = {"embed": {"embedding": np.zeros((50, 32), np.float32)}}
-    with pytest.raises(UserError, match=r"mesh\.tensor=8 must divide the 50 rows"):
-        models.parameter_shardings(params, mesh)
+    refused(r"mesh\.tensor=8 must divide the 50 rows", models.parameter_shardings, params, mesh)
 
 
 def mesh_of(*sizes):

@@ -5,7 +5,7 @@ import pytest
 from configs import default
 from semrl_jax.planning import estimate, plan, report
 from semrl_jax.support.chips import find_cluster
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.launch.conftest import run
 from tests.planning.test_plan import needs_compiler, planned
 
@@ -148,8 +148,7 @@ def test_what_does_not_fit_gets_advice(capsys):
     ],
 )
 def test_mistakes_are_one_line(topology, replica_nodes, fields, message):
-    with pytest.raises(UserError, match=message):
-        estimated(topology, replica_nodes, **fields)
+    refused(message, estimated, topology, replica_nodes, **fields)
 
 
 def test_a_cluster():

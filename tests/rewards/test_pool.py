@@ -16,6 +16,7 @@ from semrl_jax.rewards import Verdict, VerifierPool, verifier_pool
 from semrl_jax.rewards.verdict import weighted_verdict, with_model_score
 from semrl_jax.settings.rewards import MAX_SCORE, reward_functions
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.running import is_running, wait_until
 
 HERE = pathlib.Path(__file__).parent
@@ -252,8 +253,7 @@ def test_bad_function_is_the_users_error_at_the_start(function, message):
 def test_validate_tries_the_function_on_one_example(obey):
     assert obey.validate("7", "7") == RIGHT
     for command in ("nan", "raise", "hang"):
-        with pytest.raises(UserError, match=r"rewards\.function='hostile:obey' failed on"):
-            obey.validate(command, "7")
+        refused(r"rewards\.function='hostile:obey' failed on", obey.validate, command, "7")
 
 
 def test_workers_that_never_start_fail_the_pool():
@@ -278,8 +278,7 @@ def test_bad_limits_are_the_users_error():
         ({"function": ":name"}, r"rewards\.function=':name' must be"),
         ({"memory_limit_gib": -1.0}, r"rewards\.memory_limit_gib=-1"),
     ]:
-        with pytest.raises(UserError, match=message):
-            VerifierPool(**settings)
+        refused(message, VerifierPool, **settings)
 
 
 def test_hung_worker_dies_with_a_killed_parent(tmp_path):

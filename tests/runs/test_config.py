@@ -142,9 +142,7 @@ def test_evaluation_settings_follow_data_until_they_are_set():
 def test_a_contradiction_is_named(field, value, message):
     config = quickstart.get_config()
     config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=message) as caught:
-        validate(config)
-    assert "\n" not in str(caught.value)
+    refused(message, validate, config)
 
 
 @pytest.mark.parametrize(
@@ -376,9 +374,7 @@ def test_what_contradicts_sampling_ahead_is_named(field, value, message):
     config.update_from_flattened_dict({field: value})
     validate(config)
     config.rollout.max_staleness = 1
-    with pytest.raises(UserError, match=message) as caught:
-        validate(config)
-    assert "\n" not in str(caught.value)
+    refused(message, validate, config)
 
 
 @pytest.mark.parametrize(
@@ -397,9 +393,7 @@ def test_what_contradicts_responses_in_parts_is_named(field, value, message):
     config.update_from_flattened_dict({"rollout.in_flight": "keep", "rollout.max_staleness": 3})
     validate(config)
     config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=message) as caught:
-        validate(config)
-    assert "\n" not in str(caught.value)
+    refused(message, validate, config)
 
 
 @pytest.mark.parametrize(

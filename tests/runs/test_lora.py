@@ -18,6 +18,7 @@ from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop
+from tests.cases import refused
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.launch.comparison import restore_on_host
 from tests.runs.test_algorithms import PPO, RUNS
@@ -129,8 +130,7 @@ def test_commands_read_runs_and_adapters(finished, tmp_path, capsys):
         source.check(policy)
         params = source.params(policy, models.make_mesh(config.mesh.to_dict()))
         assert modules_with_adapters(params["layers"])
-    with pytest.raises(UserError, match="is an adapter: leave out"):
-        convert(tmp_path / "adapter", tmp_path / "no", step=3)
+    refused("is an adapter: leave out", convert, tmp_path / "adapter", tmp_path / "no", step=3)
     plain = tmp_path / "plain"
     convert(tmp_path / "merged", plain)
     with pytest.raises(UserError, match=r"--adapter: checkpoint .* has no adapters"):

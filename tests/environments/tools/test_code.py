@@ -11,6 +11,7 @@ from semrl_jax.environments.tools import confined
 from semrl_jax.environments.tools.code import python_tool
 from semrl_jax.environments.tools.functions import Call, call, schemas
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux confines code")
 
@@ -198,8 +199,7 @@ def test_files_can_be_read_if_they_are_not_hidden(tmp_path):
     ],
 )
 def test_limits_are_checked(setting, message):
-    with pytest.raises(UserError, match=message):
-        python_tool(**setting)
+    refused(message, python_tool, **setting)
 
 
 def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
+from tests.cases import refused
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
@@ -58,8 +59,7 @@ def test_connect_returns_descriptions(world):
 def test_an_engine_without_checksums_says_why(world):
     client = world.client(world.replica())
     sync(client)
-    with pytest.raises(UserError, match="this engine gives no checksums"):
-        client.tensor_sums()
+    refused("this engine gives no checksums", client.tensor_sums)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,7 @@ def test_other_protocol_is_refused(world, monkeypatch):
     monkeypatch.setattr(
         codec, "encode_description", lambda d: original(dataclasses.replace(d, protocol_major=1))
     )
-    with pytest.raises(UserError, match="protocol_major=1, the trainer 2"):
-        client.connect(**FAKE)
+    refused("protocol_major=1, the trainer 2", client.connect, **FAKE)
 
 
 def test_missing_tokenizer_hash_is_not_compared(world):
@@ -111,8 +110,7 @@ def test_missing_tokenizer_hash_is_not_compared(world):
 def test_wrong_token(world):
     replica = world.replica()
     with RolloutClient([replica.address], "wrong", run_id="r", attempt_id="a") as client:
-        with pytest.raises(UserError, match=f"{replica.address} refuses the token"):
-            client.connect(**FAKE)
+        refused(f"{replica.address} refuses the token", client.connect, **FAKE)
 
 
 def test_unreachable_replica(world):
@@ -151,8 +149,7 @@ def test_two_addresses_of_one_replica(world):
     replica = world.replica()
     alias = replica.address.replace("127.0.0.1", "localhost")
     client = world.client(replica, alias, connect=False)
-    with pytest.raises(UserError, match="lead to the same replica"):
-        client.connect(**FAKE)
+    refused("lead to the same replica", client.connect, **FAKE)
 
 
 def test_replica_that_others_keep_busy_is_waited_for(world):

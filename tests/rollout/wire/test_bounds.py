@@ -20,8 +20,8 @@ from semrl_jax.rollout.server import request_checks
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
+from tests.cases import refused
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 from tests.rollout.server.test_service import (
@@ -183,8 +183,7 @@ def test_replica_that_describes_itself_wrongly(world, reply, match):
     server.start()
     world.stack.callback(server.stop, 0)
     client = world.client(f"127.0.0.1:{port}", connect=False)
-    with pytest.raises(UserError, match=match):
-        client.connect(**FAKE)
+    refused(match, client.connect, **FAKE)
 
 
 def frame(kind, flags, stream, payload):
