@@ -175,8 +175,7 @@ def test_only_max_likelihood_has_no_use_for_negative_rewards():
             algorithm(name).check_rewards(np.full((2, 4), -1.0))
     message = "response or turn has the reward -0.5, but algorithms.name='max_likelihood' is for"
     for rewards in ([np.array([[1.0, -0.5]])], [np.ones((1, 2)), np.array([1.0, -0.5])]):
-        with pytest.raises(UserError, match=message):
-            algorithm("max_likelihood").check_rewards(*rewards)
+        refused(message, algorithm("max_likelihood").check_rewards, *rewards)
 
 
 @pytest.mark.parametrize(

@@ -319,8 +319,7 @@ def test_a_file_may_say_more_about_its_responses(tmp_path):
     assert [r.group_id for r in of_file(file, None)[0]] == [0, 1, 2]
     for wrong in ({"group_id": np.zeros(2, int)}, {"correct": np.ones(3)}, {"logprobs": mask}):
         np.savez(file, hidden_states=states, **wrong)
-        with pytest.raises(UserError, match=f"{next(iter(wrong))} has shape"):
-            read_arrays(file, OPTIONAL)
+        refused(f"{next(iter(wrong))} has shape", read_arrays, file, OPTIONAL)
 
 
 def test_a_directory_without_states_is_refused(tmp_path):

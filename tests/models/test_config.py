@@ -195,8 +195,7 @@ def test_hashes_equal_those_of_earlier_versions():
     ],
 )
 def test_unsupported_architectures_are_refused(model_type, change, message):
-    with pytest.raises(UserError, match=r"^config\.json: .*" + message):
-        models.config_from_hf(hf_config(model_type, **change))
+    refused(r"^config\.json: .*" + message, models.config_from_hf, hf_config(model_type, **change))
 
 
 @pytest.mark.parametrize(
@@ -245,8 +244,7 @@ def test_a_family_of_another_package():
     ],
 )
 def test_a_wrong_family_is_named(family, message):
-    with pytest.raises(UserError, match=message):
-        models.config_from_hf(hf_config("llama"), family)
+    refused(message, models.config_from_hf, hf_config("llama"), family)
 
 
 def test_a_family_is_chosen_for_a_random_model():

@@ -124,8 +124,7 @@ def test_mistakes_of_settings():
     names = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     for target in ("lm_head", "query", "*.bias"):
         expected = f"has {target!r}, which matches no linear module of a layer; choose from {names}"
-        with pytest.raises(UserError, match=re.escape(expected)):
-            peft.find_modules(CONFIG, [target])
+        refused(re.escape(expected), peft.find_modules, CONFIG, [target])
     with pytest.raises(UserError, match=r"lora.rank=17 must be at most 16 for self_attn.k_proj"):
         peft.check_rank(CONFIG, dataclasses.replace(LORA, rank=17))
 
@@ -314,8 +313,7 @@ def test_an_adapter_of_other_weights(saved, tmp_path):
 def test_an_adapter_without_a_base(name, copied):
     """The working directory is not taken for it."""
     change_config(copied, base_model_name_or_path=name)
-    with pytest.raises(UserError, match="base_model_name_or_path is missing or empty; set it"):
-        peft.find_adapter(copied).base()
+    refused("base_model_name_or_path is missing or empty; set it", peft.find_adapter(copied).base)
 
 
 TOKENS = np.arange(2, 22, dtype=np.int32).reshape(2, 10)

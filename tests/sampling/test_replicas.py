@@ -48,8 +48,7 @@ def test_a_replica_that_would_ignore_penalties_is_refused(config):
         replicas._check_limits(new, own)
         old = dataclasses.replace(new, protocol_minor=4)
         replicas._check_limits(old, config)
-        with pytest.raises(UserError, match=f"min_tokens of config.{field.partition('.')[0]}"):
-            replicas._check_limits(old, own)
+        refused(f"min_tokens of config.{field.partition('.')[0]}", replicas._check_limits, old, own)
 
 
 @pytest.mark.parametrize("setting", ["rollout.stop_strings", "evaluation.stop_strings"])

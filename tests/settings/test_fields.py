@@ -15,6 +15,7 @@ from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import build, check_fields, described, follows, section, setting
 from tests.analysis.test_verl_page import ROOT
+from tests.cases import refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +87,7 @@ def test_every_rule_of_every_setting_is_checked():
         for rule, argument in known.rules.items():
             config = default.get_config()
             config.update_from_flattened_dict({field: WRONG[rule](argument)})
-            with pytest.raises(UserError, match=rf"^{re.escape(field)}(=| has )"):
-                check_fields("", config, Config)
+            refused(rf"^{re.escape(field)}(=| has )", check_fields, "", config, Config)
 
 
 def test_every_setting_has_a_meaning():

@@ -248,8 +248,7 @@ def test_weights_of_another_model_are_refused(world):
 def test_second_run_is_refused_and_a_resumed_one_is_not(world):
     replica = world.replica()
     version = sync(world.client(replica), step=9)
-    with pytest.raises(UserError, match=r"belongs to run 'run'.*'intruder'"):
-        sync(world.client(replica, run_id="intruder"))
+    refused(r"belongs to run 'run'.*'intruder'", sync, world.client(replica, run_id="intruder"))
     resumed = world.client(replica, attempt_id="second")
     assert world.caller(replica).describe().version == version
     assert sync(resumed, step=3) == dataclasses.replace(version, attempt_id="second", step=3)
