@@ -19,3 +19,9 @@ def refused(message: str, call: Callable, *arguments, **options) -> None:
     with pytest.raises(UserError, match=message) as caught:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
+
+
+def raised(kind: type[BaseException], message: str, call: Callable, *arguments, **options) -> None:
+    """The call raises an exception of this kind, in which the pattern is found."""
+    with pytest.raises(kind, match=message):
+        call(*arguments, **options)

@@ -11,7 +11,7 @@ from semrl_jax import models
 from semrl_jax.models.families import Family
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
 
 SIZES = {
@@ -266,8 +266,7 @@ def test_a_family_is_chosen_for_a_random_model():
     ],
 )
 def test_a_family_with_a_wrong_field_is_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        Family("mine", "MineForCausalLM", **wrong)
+    raised(ValueError, message, Family, "mine", "MineForCausalLM", **wrong)
 
 
 @pytest.mark.parametrize(("part", "name"), [("from_hf", "read"), ("to_hf", "write")])

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from semrl_jax import data, models
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.models.conftest import FAMILIES, make_pair
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -407,8 +407,7 @@ def test_a_failed_save_leaves_the_old_directory(pair, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("semrl_jax.models.directory.write_tensors", full_disk)
-        with pytest.raises(OSError, match="no space"):
-            models.save_directory(*arguments)
+        raised(OSError, "no space", models.save_directory, *arguments)
     assert (tmp_path / "model" / "mark").read_text() == "old"
     models.save_directory(*arguments)
     assert not (tmp_path / "model" / "mark").exists()

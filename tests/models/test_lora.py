@@ -278,7 +278,7 @@ def test_every_field_of_peft_is_supported_or_refused(copied):
             "other",
         ),
     }  # fmt: skip
-    refused = {
+    unsupported = {
         "peft_type": "IA3", "fan_in_fan_out": True, "modules_to_save": ["lm_head"],
         "layers_to_transform": 0, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
         "megatron_config": {"a": 1}, "trainable_token_indices": [0], "use_dora": True,
@@ -288,7 +288,7 @@ def test_every_field_of_peft_is_supported_or_refused(copied):
         "kasa_config": {"a": 1},
     }  # fmt: skip
     fields = {field.name for field in dataclasses.fields(library.LoraConfig)}
-    assert fields <= supported.keys() | refused.keys()
+    assert fields <= supported.keys() | unsupported.keys()
     # What PEFT writes by default is accepted, also with the other supported values.
     defaults = json.loads(json.dumps(library.LoraConfig().to_dict(), default=list))
     change_config(copied, **defaults)
@@ -296,7 +296,7 @@ def test_every_field_of_peft_is_supported_or_refused(copied):
     change_config(copied, **supported)
     found = peft.find_adapter(copied)
     assert (found.rank, found.alpha, found.rank_stabilized) == (5, 3.0, True)
-    for name, value in refused.items():
+    for name, value in unsupported.items():
         change_config(copied, **defaults | {"peft_type": "LORA", name: value})
         refused(f"{name}=.*(is not supported|must be 'LORA')", peft.find_adapter, copied)
 

@@ -16,7 +16,7 @@ from semrl_jax.rewards import Verdict, VerifierPool, verifier_pool
 from semrl_jax.rewards.verdict import weighted_verdict, with_model_score
 from semrl_jax.settings.rewards import MAX_SCORE, reward_functions
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.running import is_running, wait_until
 
 HERE = pathlib.Path(__file__).parent
@@ -181,8 +181,7 @@ def test_hung_job_does_not_delay_the_others():
         assert not hung.done()
         closing = time.monotonic()
     assert time.monotonic() - closing < 15.0  # closing does not wait for a running job
-    with pytest.raises(RuntimeError, match="closed"):
-        hung.result(timeout=0)
+    raised(RuntimeError, "closed", hung.result, timeout=0)
 
 
 def test_close_leaves_no_process_and_no_open_future():
@@ -194,8 +193,7 @@ def test_close_leaves_no_process_and_no_open_future():
         futures = [pool.submit("hang", "") for _ in range(6)]
     assert all(isinstance(future.exception(timeout=0), RuntimeError) for future in futures)
     assert not any(is_running(pid) for pid in pids)
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.submit("7", "7").result(timeout=0)
+    raised(RuntimeError, "closed", pool.submit("7", "7").result, timeout=0)
     pool.close()
 
 
@@ -259,10 +257,8 @@ def test_validate_tries_the_function_on_one_example(obey):
 def test_workers_that_never_start_fail_the_pool():
     with VerifierPool(num_workers=1, memory_limit_gib=0.01) as pool:
         future = pool.submit("7", "7")
-        with pytest.raises(RuntimeError, match="failed to start 3 times in a row"):
-            future.result(timeout=30)
-        with pytest.raises(RuntimeError, match="failed to start"):
-            pool.wait_ready()
+        raised(RuntimeError, "failed to start 3 times in a row", future.result, timeout=30)
+        raised(RuntimeError, "failed to start", pool.wait_ready)
 
 
 def test_bad_limits_are_the_users_error():

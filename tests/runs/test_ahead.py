@@ -205,12 +205,12 @@ def test_a_failure_in_the_other_thread_ends_the_run_with_its_reason(tmp_path, co
     config.evaluation.every_steps = 0  # one would wait for the batch that fails
     generate = RolloutClient.generate
 
-    def refused(self, requests, *args, **options):
+    def refusing(self, requests, *args, **options):
         if requests[0].sample_id.startswith("train/3/"):
             raise UserError("the replica refuses the token")
         return generate(self, requests, *args, **options)
 
-    monkeypatch.setattr(RolloutClient, "generate", refused)
+    monkeypatch.setattr(RolloutClient, "generate", refusing)
     refused("refuses the token", train, config, str(tmp_path / "run"))
     assert "sampling" not in {thread.name for thread in threading.enumerate()}
     assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1, 2]

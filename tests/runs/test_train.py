@@ -23,7 +23,7 @@ from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training import loop
 from semrl_jax.training.learner import Learner
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.oracles import algorithms as oracle
 from tests.tiny import tiny_config
@@ -397,8 +397,7 @@ def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
     monkeypatch.setattr(loop, "assign_credit", spoiled)
     config.training.prompts_per_minibatch = 4
     config.training.max_skipped_updates = 2
-    with pytest.raises(RuntimeError, match="2 updates in a row was not finite"):
-        train(config, str(tmp_path / "run"))
+    raised(RuntimeError, "2 updates in a row was not finite", train, config, str(tmp_path / "run"))
     rows = read_rows(tmp_path / "run")
     assert len(rows) == 1 and rows[0]["policy/update_skipped"] == 1
     saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")

@@ -20,7 +20,7 @@ from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
@@ -231,8 +231,7 @@ def test_arrays_that_do_not_fit_their_specs(world, arrays, match):
         time.sleep(0.05)
 
     for _ in range(3):
-        with pytest.raises(ValueError, match=match):
-            client.sync_weights(FAKE_SPECS, read, step=1)
+        raised(ValueError, match, client.sync_weights, FAKE_SPECS, read, step=1)
     assert len(list(client.generate(make_requests(), SamplingParams(4), version=version))) == 8
     assert sync(client, step=1).step == 1
     wait_until(lambda: threading.active_count() <= num_threads + 1)  # the channel may keep one
@@ -281,8 +280,7 @@ def test_a_commit_that_fails_is_tried_again(connected):
 def test_sync_gives_up_at_its_deadline(world):
     client = world.client(world.replica(FakeScript(fail_commit=True)), sync_timeout_s=0.9)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"no replica took the weights of step 0 within 0\.9 s"):
-        sync(client)
+    raised(RuntimeError, r"no replica took the weights of step 0 within 0\.9 s", sync, client)
     assert time.monotonic() - started < 10
 
 
@@ -400,8 +398,7 @@ def test_replica_that_exits_by_itself_and_never_returns(world, start_process):
     client = world.client(address, generate_timeout_s=2.0, progress_every_s=0.3)
     version = sync(client)
     rollouts = client.generate(make_requests(), SamplingParams(4), version=version)
-    with pytest.raises(RuntimeError, match=f"5 responses did not come within 2 s.*{address}"):
-        list(rollouts)
+    raised(RuntimeError, f"5 responses did not come within 2 s.*{address}", list, rollouts)
     assert any("waiting for 5 responses" in line for line in client.lines)
 
 
@@ -558,8 +555,7 @@ def test_inconsistent_reply_names_the_replica(world, monkeypatch):
     rollouts = client.generate(
         make_requests(), SamplingParams(16), HiddenStateParams((0,)), version=version
     )
-    with pytest.raises(RuntimeError, match=f"{replica.address} sent an inconsistent reply"):
-        list(rollouts)
+    raised(RuntimeError, f"{replica.address} sent an inconsistent reply", list, rollouts)
 
 
 def test_memory_error_while_a_reply_is_read_reaches_the_caller_at_once(world, monkeypatch):
@@ -657,8 +653,7 @@ def test_a_response_that_is_aborted_again_and_again_ends_the_call(world):
     abort_first(replica.engine, 99)
     rollouts = client.generate(make_requests(), SamplingParams(16), version=sync(client))
     expected = f"'0/0' was aborted 3 times, last by .*{replica.address}; call no Abort"
-    with pytest.raises(RuntimeError, match=expected):
-        list(rollouts)
+    raised(RuntimeError, expected, list, rollouts)
     assert client.counters["aborted"] == 3
 
 

@@ -21,7 +21,7 @@ from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 from tests.rollout.server.test_service import (
@@ -116,8 +116,7 @@ def test_a_refused_message_is_freed_at_once():
         held.append(weakref.ref(message))
         raise ValueError("wrong")
 
-    with pytest.raises(ValueError, match="wrong"):
-        bounds.Reader(parse).read(b"")
+    raised(ValueError, "wrong", bounds.Reader(parse).read, b"")
     assert held[0]() is None
 
 

@@ -28,6 +28,7 @@ from semrl_jax.types import (
     VersionSpan,
     WeightVersion,
 )
+from tests.cases import raised
 from tests.rollout.fake_engine import FakeEngine
 
 VERSION = WeightVersion("run", "attempt", 3, "ab" * 32)
@@ -296,13 +297,11 @@ STATES = np.zeros((3, 1, 4), ml_dtypes.bfloat16)
 def test_inconsistent_response_is_refused(change, match):
     call = make_call(8, HiddenStateParams((0,)))
     assert decode(call, make_rollout(3, STATES))
-    with pytest.raises(ValueError, match=match):
-        decode(call, make_rollout(3, STATES), change)
+    raised(ValueError, match, decode, call, make_rollout(3, STATES), change)
 
 
 def test_states_not_asked_for_are_refused():
-    with pytest.raises(ValueError, match="hidden_states are sent"):
-        decode(make_call(), make_rollout(3, STATES))
+    raised(ValueError, "hidden_states are sent", decode, make_call(), make_rollout(3, STATES))
     both = make_call(8, HiddenStateParams((0,), kinds=("decode", "prefill")))
     with pytest.raises(ValueError, match=r"prompt_states are missing; .*'prefill'"):
         decode(both, make_rollout(3, STATES))
@@ -330,14 +329,11 @@ def test_chunks_that_do_not_fill_the_states_are_refused():
 
         return change
 
-    with pytest.raises(ValueError, match="ended 106496 bytes before"):
-        decode(call, rollout, drop=(5,))
+    raised(ValueError, "ended 106496 bytes before", decode, call, rollout, drop=(5,))
     with pytest.raises(ValueError, match="1048576 bytes, 106496 bytes before the end"):
         decode(call, rollout, resize(codec.CHUNK_BYTES))
-    with pytest.raises(ValueError, match="a chunk of 0 bytes"):
-        decode(call, rollout, resize(0))
-    with pytest.raises(ValueError, match="out of turn"):
-        decode(call, rollout, drop=(0,))
+    raised(ValueError, "a chunk of 0 bytes", decode, call, rollout, resize(0))
+    raised(ValueError, "out of turn", decode, call, rollout, drop=(0,))
 
 
 def test_tokens_of_other_weights_are_refused():
@@ -565,7 +561,5 @@ def test_inconsistent_measurement_is_refused(change, match):
     call = make_call()._replace(metrics=METRICS)
     rollout = make_rollout(metrics=MEASURED, mean_state=np.zeros(4, np.float32))
     assert decode(call, rollout)
-    with pytest.raises(ValueError, match=match):
-        decode(call, rollout, change)
-    with pytest.raises(ValueError, match="nothing was to be measured"):
-        decode(make_call(), rollout)
+    raised(ValueError, match, decode, call, rollout, change)
+    raised(ValueError, "nothing was to be measured", decode, make_call(), rollout)

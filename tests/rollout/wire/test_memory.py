@@ -16,6 +16,7 @@ from semrl_jax.rollout.server import service
 from semrl_jax.rollout.wire import codec, shared_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import SamplingParams
+from tests.cases import raised
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS
 from tests.rollout.server.test_service import (
@@ -158,11 +159,9 @@ def test_memory_that_could_shrink_is_refused(own):
     file = os.memfd_create(f"semrl-weights-{own.message().name}", os.MFD_ALLOW_SEALING)
     try:
         message = pb.SharedMemory(process=os.getpid(), file=file, name=own.message().name)
-        with pytest.raises(ValueError, match="could shrink"):
-            shared_memory.open_memory(message)
+        raised(ValueError, "could shrink", shared_memory.open_memory, message)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        with pytest.raises(ValueError, match="0 of 1 bytes"):
-            shared_memory.open_memory(message)
+        raised(ValueError, "0 of 1 bytes", shared_memory.open_memory, message)
     finally:
         os.close(file)
 
