@@ -12,7 +12,7 @@ from semrl_jax.planning import plan, report, slice_programs
 from semrl_jax.support.chips import find_slice
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
-from tests.launch.conftest import run
+from tests.launch.conftest import succeed
 
 TINY = {
     "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
@@ -161,8 +161,7 @@ def planned(path, topology, *flags, fields=TINY):
     }  # fmt: skip
     flags = [*(f"--config.{name}={value}" for name, value in settings.items()), *flags]
     command = "launch.plan", "--config=configs/default.py", f"--topology={topology}", "--json"
-    done = run(*command, *flags, timeout=600)  # three programs, on a busy machine
-    assert done.returncode == 0, done.stderr
+    done = succeed(*command, *flags, timeout=600)  # three programs, on a busy machine
     return json.loads(done.stdout)
 
 

@@ -17,6 +17,7 @@ from semrl_jax.runs import train
 from semrl_jax.runs.lifecycle import EXIT_PREEMPTED
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.learner import Learner
+from tests.cases import refused
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.launch.comparison import restore_on_host
 from tests.tiny import tiny_config
