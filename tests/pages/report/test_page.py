@@ -185,21 +185,19 @@ def test_lines_after_a_damaged_one_are_counted(config, tmp_path):
     refused(r"metrics\.jsonl: line 1 is damaged", reading.read_runs, [run])
 
 
-def test_a_log_that_cannot_be_read_is_named(run, monkeypatch):
-    def refuse(file):
-        raise PermissionError(13, "Permission denied", str(file))
+@pytest.mark.parametrize(
+    ("owner", "call", "message"),
+    [
+        (pathlib.Path, "read_bytes", r"metrics\.jsonl cannot be read: Permission denied\."),
+        (recorded_responses.os, "listdir", "rollouts cannot be read: Permission denied"),
+    ],
+)
+def test_files_that_may_not_be_read_are_named(run, monkeypatch, owner, call, message):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
-    refused(r"metrics\.jsonl cannot be read: Permission denied\.", reading.read_runs, [run])
-
-
-def test_responses_that_may_not_be_read_are_not_called_missing(run, monkeypatch):
-    def refuse(directory):
-        raise PermissionError(13, "Permission denied", str(directory))
-
-    monkeypatch.setattr(recorded_responses.os, "listdir", refuse)
-    with pytest.raises(UserError, match="rollouts cannot be read: Permission denied"):
-        recorded_responses.samples(reading.read_runs([run]))
+    monkeypatch.setattr(owner, call, refuse)
+    refused(message, lambda: recorded_responses.samples(reading.read_runs([run])))
 
 
 def test_quantities_that_are_never_finite_are_not_called_zero(config, tmp_path):

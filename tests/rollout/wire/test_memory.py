@@ -226,29 +226,26 @@ def test_bad_update_leaves_the_old_weights(world, own, name):
     np.testing.assert_array_equal(replica.engine.weights["norm.weight"], make_arrays(9.0)[1])
 
 
-def test_replica_that_cannot_read_the_memory_receives_a_stream(world, chunks, monkeypatch):
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_replica_that_cannot_read_the_memory_receives_a_stream(world, chunks, monkeypatch, is_lost):
+    """Never, or no more after it has connected."""
+
     def refused(*_):
         raise PermissionError(13, "Permission denied")
 
     replica = world.replica()
     with monkeypatch.context() as context:
-        context.setattr(service, "open_memory", refused)
+        if not is_lost:
+            context.setattr(service, "open_memory", refused)
         client = world.client(replica)
-    client.sync_weights(FAKE_SPECS, make_arrays, step=0)
+        if is_lost:
+            context.setattr(service, "open_memory", refused)
+        assert client.sync_weights(FAKE_SPECS, make_arrays, step=0).step == 0
     assert sum(chunks) == 512 + 32
-    assert client.lines == []  # no attempt failed
-
-
-def test_memory_that_is_lost_after_connecting_is_replaced_by_a_stream(world, chunks, monkeypatch):
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
-
-    replica = world.replica()
-    client = world.client(replica)
-    monkeypatch.setattr(service, "open_memory", refused)
-    assert client.sync_weights(FAKE_SPECS, make_arrays, step=0).step == 0
-    assert sum(chunks) == 512 + 32
-    assert "memory cannot be read: Permission denied" in client.lines[0]
+    if is_lost:
+        assert "memory cannot be read: Permission denied" in client.lines[0]
+    else:
+        assert client.lines == []  # no attempt failed
 
 
 @pytest.mark.parametrize("is_there", [True, False])
