@@ -354,7 +354,9 @@ class _Search:
             if not ratios[-1] <= self.limit:
                 bad.append(segment)
             self.advance()
-        findings = list(self._dtype_finding())
+        found, findings = self.observation.dtype, []
+        if found and DTYPES.index(found) < DTYPES.index(self.expected):
+            findings.append(Finding("dtype", found, (), self.expected, 1.0))
         findings += self._explained(bad)
         findings += self._unseen(findings)
         states = {
@@ -371,11 +373,6 @@ class _Search:
             self.segments, tuple(ratios), tuple(findings), self.observation.dtype, states,
             logprobs, local, noises, self.limit,
         )  # fmt: skip
-
-    def _dtype_finding(self) -> Iterator[Finding]:
-        found = self.observation.dtype
-        if found and DTYPES.index(found) < DTYPES.index(self.expected):
-            yield Finding("dtype", found, (), self.expected, 1.0)
 
     def _unseen(self, findings: Sequence[Finding]) -> Iterator[Finding]:
         """Tensors whose checksums differ, in layers where no cause was found.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from semrl_jax.pages.html import shortened
 
@@ -287,9 +287,10 @@ def panels_of(keys: Iterable[str]) -> list[Panel]:
         metric, _, kind = key.removeprefix("metrics/").rpartition("/")
         if key.startswith("metrics/") and kind in ("correct", "incorrect") and key not in drawn:
             metrics.setdefault(metric, {})[key] = kind
+    places = {name: place for place, name in enumerate(FIGURES)}
     of_benchmarks = [
         Panel("Benchmarks", *FIGURES.get(figure, (figure, "value")), benchmarks[figure])
-        for figure in sorted(benchmarks, key=lambda figure: _rank(FIGURES, figure))
+        for figure in sorted(benchmarks, key=lambda name: (places.get(name, len(places)), name))
     ]
     of_metrics = [
         Panel("Correct against incorrect", metric, "value", metrics[metric]) for metric in metrics
@@ -298,7 +299,3 @@ def panels_of(keys: Iterable[str]) -> list[Panel]:
     sections.insert(sections.index("Shaping") + 1, "Benchmarks")
     found = [panel for panel in (*known, *of_benchmarks, *of_metrics) if panel.keys]
     return sorted(found, key=lambda panel: sections.index(panel.section))
-
-
-def _rank(known: Mapping[str, Any], name: str) -> tuple[int, str]:
-    return (list(known).index(name) if name in known else len(known)), name

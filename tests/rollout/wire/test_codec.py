@@ -362,6 +362,11 @@ def change_request(change, **settings):
     return codec.decode_request(message, dataclasses.replace(LIMITS, **settings))
 
 
+def sampling(field, value):
+    """A change of a request."""
+    return lambda message: setattr(message.sampling, field, value)
+
+
 BAD_REQUESTS = [
     (lambda m: m.version.ClearField("run_id"), ValueError, "version.run_id"),
     (lambda m: m.ClearField("version"), ValueError, "version.run_id has 0 characters"),
@@ -379,34 +384,26 @@ BAD_REQUESTS = [
     (lambda m: setattr(m.samples[1], "prompt_index", 1), ValueError, r"=1 must be in \[0, 1\)"),
     (lambda m: setattr(m.samples[1], "prompt_index", -1), ValueError, "prompt_index=-1"),
     (lambda m: setattr(m.samples[1], "sample_index", -1), ValueError, "sample_index=-1"),
-    (lambda m: setattr(m.sampling, "max_tokens", 0), ValueError, r"=0 must be in \[1, 32\]"),
-    (lambda m: setattr(m.sampling, "max_tokens", 33), ValueError, "max_tokens=33"),
-    (lambda m: setattr(m.sampling, "temperature", -1), ValueError, "temperature=-1"),
-    (lambda m: setattr(m.sampling, "temperature", np.nan), ValueError, "temperature=nan"),
-    (lambda m: setattr(m.sampling, "top_p", 0), ValueError, r"top_p=0.0 must be in \(0, 1\]"),
-    (lambda m: setattr(m.sampling, "top_p", 1.5), ValueError, "top_p=1.5"),
-    (lambda m: setattr(m.sampling, "top_p", np.nan), ValueError, "top_p=nan"),
-    (lambda m: setattr(m.sampling, "top_k", -1), ValueError, "top_k=-1"),
-    (lambda m: setattr(m.sampling, "top_k", 102), ValueError, "top_k=102"),
-    (lambda m: setattr(m.sampling, "min_p", 1.5), ValueError, "min_p=1.5"),
-    (lambda m: setattr(m.sampling, "min_p", float("nan")), ValueError, "min_p=nan"),
+    (sampling("max_tokens", 0), ValueError, r"=0 must be in \[1, 32\]"),
+    (sampling("max_tokens", 33), ValueError, "max_tokens=33"),
+    (sampling("temperature", -1), ValueError, "temperature=-1"),
+    (sampling("temperature", np.nan), ValueError, "temperature=nan"),
+    (sampling("top_p", 0), ValueError, r"top_p=0.0 must be in \(0, 1\]"),
+    (sampling("top_p", 1.5), ValueError, "top_p=1.5"),
+    (sampling("top_p", np.nan), ValueError, "top_p=nan"),
+    (sampling("top_k", -1), ValueError, "top_k=-1"),
+    (sampling("top_k", 102), ValueError, "top_k=102"),
+    (sampling("min_p", 1.5), ValueError, "min_p=1.5"),
+    (sampling("min_p", float("nan")), ValueError, "min_p=nan"),
+    (sampling("presence_penalty", 2.5), ValueError, r"presence_penalty=2.5 must be in \[-2, 2\]"),
+    (sampling("frequency_penalty", np.nan), ValueError, "frequency_penalty=nan"),
     (
-        lambda m: setattr(m.sampling, "presence_penalty", 2.5),
-        ValueError,
-        r"presence_penalty=2.5 must be in \[-2, 2\]",
-    ),
-    (
-        lambda m: setattr(m.sampling, "frequency_penalty", np.nan),
-        ValueError,
-        "frequency_penalty=nan",
-    ),
-    (
-        lambda m: setattr(m.sampling, "repetition_penalty", -1),
+        sampling("repetition_penalty", -1),
         ValueError,
         r"repetition_penalty=-1.0 must be in \[0.001, 1000\]",
     ),
-    (lambda m: setattr(m.sampling, "repetition_penalty", np.inf), ValueError, "penalty=inf"),
-    (lambda m: setattr(m.sampling, "min_tokens", 17), ValueError, r"=17 must be in \[0, (8|16)\]"),
+    (sampling("repetition_penalty", np.inf), ValueError, "penalty=inf"),
+    (sampling("min_tokens", 17), ValueError, r"=17 must be in \[0, (8|16)\]"),
     (lambda m: m.sampling.eos_token_ids.append(101), ValueError, "eos_token_ids has token id 101"),
     (lambda m: m.sampling.stop_token_ids.append(-2), ValueError, "stop_token_ids has token id -2"),
     (
