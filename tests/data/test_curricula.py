@@ -103,9 +103,7 @@ def test_a_position_counts_prompts_and_keeps_what_was_seen():
     ],
 )
 def test_a_wrong_entry_is_named(entry, message):
-    with pytest.raises(UserError, match=message) as caught:
-        find_curriculum(entry)
-    assert str(caught.value).count("data.curriculum") == 1
+    assert refused(message, find_curriculum, entry).count("data.curriculum") == 1
 
 
 def test_wrong_options_of_a_users_curriculum_are_named(monkeypatch):

@@ -292,9 +292,7 @@ BAD_LINES = [
 def test_bad_row_names_file_line_and_field(tokenizer, tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n")
-    with pytest.raises(UserError, match=rf"bad\.jsonl, line 3: {message}") as caught:
-        load_prompts(path, tokenizer)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert len(refused(rf"bad\.jsonl, line 3: {message}", load_prompts, path, tokenizer)) < 500
 
 
 def test_bad_rows_are_skipped_and_counted(tokenizer, tmp_path):
@@ -320,9 +318,8 @@ def test_a_very_long_line_is_skipped_in_little_memory(tokenizer, tmp_path):
         for _ in range(50):
             file.write(b"1" * 2**20)
         file.write(b'", "answer": 1}\n' + GOOD)
-    with pytest.raises(UserError, match=r"long\.jsonl, line 2: is longer than 16 MiB") as caught:
-        load_prompts(path, tokenizer)
-    assert len(str(caught.value)) < 300
+    text = refused(r"long\.jsonl, line 2: is longer than 16 MiB", load_prompts, path, tokenizer)
+    assert len(text) < 300
     dataset = load_prompts(path, tokenizer, skip_bad_rows=True)
     assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_bad_rows == 1
     # The longest line that is read, its end included.

@@ -228,9 +228,7 @@ def test_harmless_extras_are_ignored(pair, tmp_path):
 def test_invalid_end_tokens_are_refused(tmp_path, content, message):
     for name in ("generation_config.json", "config.json"):
         (tmp_path / name).write_text(json.dumps(content))
-        with pytest.raises(UserError, match=rf"{name}.*{message}") as error:
-            models.eos_token_ids(tmp_path)
-        assert len(str(error.value)) < 500
+        assert len(refused(rf"{name}.*{message}", models.eos_token_ids, tmp_path)) < 500
         (tmp_path / name).unlink()
     os.mkfifo(tmp_path / "generation_config.json")
     refused("is no regular file", models.eos_token_ids, tmp_path)

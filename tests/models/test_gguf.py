@@ -204,9 +204,7 @@ def qwen(tmp_path_factory):
 )  # fmt: skip
 def test_what_is_not_supported_is_one_line(qwen, tmp_path, fields, message):
     file = write(tmp_path / "x.gguf", qwen, "qwen2", **fields)
-    with pytest.raises(UserError, match=message) as error:
-        gguf.convert(file, tmp_path / "target")
-    assert str(file) in str(error.value) and "\n" not in str(error.value)
+    assert str(file) in refused(message, gguf.convert, file, tmp_path / "target")
     assert not list(tmp_path.glob("target*"))
 
 
