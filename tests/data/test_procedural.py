@@ -41,7 +41,7 @@ def test_entries_are_data_sets_with_options():
     ],
 )
 def test_a_mistake_is_one_line(entries, message):
-    text = refused(message, procedural.held_out_problems, procedural.sources(entries), 2)
+    text = refused(message, lambda: procedural.held_out_problems(procedural.sources(entries), 2))
     assert "data.reasoning_gym" in text
 
 

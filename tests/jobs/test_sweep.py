@@ -67,7 +67,7 @@ def test_a_run_is_finished_at_the_steps_that_are_asked_for_now(tmp_path):
     ],
 )
 def test_a_wrong_entry_is_one_line(arguments, message):
-    assert message in refused("", variants_of, *arguments)
+    assert message in refused(".", variants_of, *arguments)
 
 
 def logs(gain, seeds):

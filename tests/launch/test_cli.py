@@ -99,7 +99,7 @@ def test_flags_override_fields(parse):
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(parse, arguments, message):
-    assert message in refused("", parse, QUICKSTART, *arguments)
+    assert message in refused(".", parse, QUICKSTART, *arguments)
 
 
 def test_a_shipped_config_is_found_from_every_directory(parse, monkeypatch, tmp_path):

@@ -95,4 +95,4 @@ def test_hidden_states_that_flags_ask_for():
     ],
 )
 def test_wrong_hidden_states_are_named(layers, kinds, message):
-    assert refused("", chosen_states, layers, kinds, "float32").startswith(message)
+    assert refused(".", chosen_states, layers, kinds, "float32").startswith(message)

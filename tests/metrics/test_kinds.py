@@ -88,7 +88,7 @@ def test_a_users_metrics_are_measured_with_their_orders(package, window):
 def test_a_module_that_is_no_metric_is_refused_in_one_line(package, code, message):
     if code is not None:
         (package / "odd.py").write_text(code)
-    assert message in refused("", load_metric, "users.odd")
+    assert message in refused(".", load_metric, "users.odd")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_module_that_is_no_metric_is_refused_in_one_line(package, code, messag
     ],
 )
 def test_wrong_names_are_refused_before_anything_is_loaded(names, message):
-    assert message in refused("", check_metrics, "names", names)
+    assert message in refused(".", check_metrics, "names", names)
     assert check_metrics("names", ["curvature", "a.b_1"]) == ("curvature", "a.b_1")
 
 

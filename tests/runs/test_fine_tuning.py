@@ -56,7 +56,7 @@ def test_a_mistake_is_named_and_leaves_no_files(config, tmp_path, fields, messag
         if isinstance(value, tuple):
             value = tuple(chats if item == "CHATS" else item for item in value)
         config.update_from_flattened_dict({name: value})
-    assert message in refused("", fine_tune, config, str(tmp_path / "run"))
+    assert message in refused(".", fine_tune, config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 

@@ -65,7 +65,7 @@ def test_each_rule_of_a_field(field, value, message):
     config = build(Outer)
     check_fields("top", config, Outer)
     config.update_from_flattened_dict({field: value})
-    assert refused("", check_fields, "top", config, Outer) == message
+    assert refused(".", check_fields, "top", config, Outer) == message
 
 
 WRONG = {
