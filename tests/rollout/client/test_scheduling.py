@@ -299,7 +299,7 @@ def lose(world, replica):
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [1.0, 3.0])
 def test_a_replica_that_lost_its_weights_gets_them_while_others_sample(world, value):
-    """With 3.0, the weights have changed, and are not taken for those of the call."""
+    """With 3.0, the weights have changed: the call does not take them."""
     steady, restarted = (world.replica(FakeScript(delay_s=0.05)) for _ in range(2))
     client = world.client(steady, restarted)
     version, requests = sync(client), make_requests(40, 1)
