@@ -387,7 +387,7 @@ class ReplicaDescription:
       sampling_kinds: "stop_strings" if the engine can end responses at stop strings.
       reads_memory: whether it can read the client's memory, so that weights need not be sent.
       is_deterministic: whether equal calls give equal responses, to the bit, on every replica that
-        is started alike. False for a replica of an earlier release.
+        is started alike.
       calls_at_once: `Generate` calls that are best sent side by side; 0 if it does not say.
       compiling: the program that the replica compiles now, and for how long; "" if there is none.
     """

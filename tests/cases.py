@@ -14,7 +14,17 @@ def slow_after(count: int, cases: Iterable) -> list:
     return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
 
 
-def refused(message: str, call: Callable, *arguments, **options) -> None:
-    """The call raises a UserError in which the pattern is found."""
-    with pytest.raises(UserError, match=message):
+def refused(message: str, call: Callable, /, *arguments, **options) -> str:
+    """The call raises a UserError of one line, in which the pattern is found; returns the line."""
+    with pytest.raises(UserError, match=message) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def raised(
+    kind: type[BaseException], message: str, call: Callable, /, *arguments, **options
+) -> None:
+    """The call raises an exception of this kind, in which the pattern is found."""
+    with pytest.raises(kind, match=message):
         call(*arguments, **options)

@@ -24,6 +24,7 @@ from semrl_jax.pages.report.several_runs import paired
 from semrl_jax.sampling.replicas import read_addresses
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import KEYS
+from tests.cases import refused
 from tests.evaluation.making import make_sample
 from tests.jobs.test_view import write_samples as write_responses
 from tests.models.test_lora import CONFIG, LORA, POLICY, trained
@@ -178,8 +179,7 @@ def test_no_command_waits_for_a_pipe(tmp_path):
         lambda: view.read_responses(tmp_path / "more.safetensors"),
         lambda: read_samples(tmp_path / "more.safetensors"),
     ):
-        with pytest.raises(UserError, match=r"is no regular file|is not a file"):
-            read()
+        refused(r"is no regular file|is not a file", read)
 
 
 @pytest.mark.slow

@@ -14,9 +14,7 @@ import errno
 import hashlib
 import itertools
 import json
-import os
 import resource
-import signal
 import socket
 import subprocess
 import threading
@@ -43,12 +41,11 @@ from semrl_jax.settings.rewards import MAX_SCORE
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import check_fields
-from semrl_jax.support.isolation import Line, error_line, worker_command, worker_environment
+from semrl_jax.support.isolation import KILL_TIMEOUT_S, Guarded, Line, error_line
 
 MAX_MESSAGE_CHARS = 1_000_000  # of the policy, and of the prompt
 MAX_START_ATTEMPTS = 3
 START_TIMEOUT_S = 60.0
-KILL_TIMEOUT_S = 10.0
 MAX_DESCRIPTORS = 1 << 16
 KEPT_PREFIX = "ENVIRONMENT_"  # variables that an environment itself needs
 _TASKS_PER_CALL = 256
@@ -557,22 +554,15 @@ class _Connection:
                 self._socket.close()
 
 
-class _Home:
+class _Home(Guarded):
     """The process that forks episodes, and its guard."""
 
     def __init__(self):
         self._control, theirs = _socket_pair(socket.SOCK_SEQPACKET)
+        fixed = {"PYTHONHASHSEED": "0"}  # or the order of a set would differ between starts
+        pipes = {"stdin": theirs, "stdout": subprocess.DEVNULL}
         with theirs:
-            self._process = subprocess.Popen(
-                worker_command("semrl_jax.environments.worker"),
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                env={
-                    **worker_environment(os.environ, KEPT_PREFIX),
-                    "PYTHONHASHSEED": "0",  # or the order of a set would differ between starts
-                },
-                start_new_session=True,  # so that Ctrl-C does not reach it
-            )
+            super().__init__("semrl_jax.environments.worker", KEPT_PREFIX, fixed, **pipes)
 
     def begin(self, named: Named, memory_limit_gib: float) -> dict[str, Any]:
         """Waits until it is ready: "schemas" of tools, or a "problem" that the user must solve."""
@@ -607,16 +597,7 @@ class _Home:
         except OSError:  # it has died, and they have died too
             pass
 
-    def kill(self, number: int = signal.SIGTERM) -> None:
-        """Has the guard kill it and all its episodes; may be called from another thread."""
-        if self._process.returncode is None:  # not reaped, so the id is still valid
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-
     def end(self) -> None:
         """Kills it and all its episodes, and reaps the guard."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self.kill(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a child stuck in the kernel
-                self._process.wait(timeout=KILL_TIMEOUT_S)
+        super().end()
         self._control.close()

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float
 
 from semrl_jax import data, models
 from semrl_jax.cluster.preemption import StopRequest
@@ -290,7 +289,10 @@ def _evaluate_policy(
         return Part(table_of([*itertools.chain.from_iterable(lists)]), files)
 
     sample_calls(calls, sample, config, directory, reporter, stop, source.name)
-    parts = [(call.benchmark.name, *_read_part(directory, call)) for call in calls]
+    parts = []
+    for call in calls:
+        parts.append((call.benchmark.name, *directory.read_part(call.part)))
+        _check_complete(directory.part(call.part), parts[-1][1], call)
     over_set = {name: directory.over_set(name) for name in finished}
     for name in [name for name in benchmarks if name not in finished]:
         own = [(samples, states) for of, samples, states in parts if of == name]
@@ -354,15 +356,6 @@ def _write_array(out: BinaryIO, array: np.ndarray) -> None:
     content = io.BytesIO()  # NumPy writes a file in a way of its own, which names no full disk
     np.save(content, array)
     out.write(content.getvalue())
-
-
-def _read_part(
-    directory: ResultDirectory, call: Call
-) -> tuple[list[Sample], Float[np.ndarray, "B L D"] | None]:
-    """The responses of a call; UserError if its file has others."""
-    samples, states = directory.read_part(call.part)
-    _check_complete(directory.part(call.part), samples, call)
-    return samples, states
 
 
 def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -> None:

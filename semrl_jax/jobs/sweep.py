@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import os
 import pathlib
@@ -191,6 +192,7 @@ class Sweep:
 
     def _start(self, slot: int, run: Planned) -> None:
         run.workdir.parent.mkdir(parents=True, exist_ok=True)
+        die = functools.partial(die_with_parent, os.getpid(), signal.SIGTERM)
         with run.log.open("ab") as log:
             process = subprocess.Popen(
                 [*self._command, *self._slots[slot], *run.flags()],
@@ -198,7 +200,7 @@ class Sweep:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the SIGINT of Ctrl-C comes from here, once
-                preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
+                preexec_fn=die if sys.platform == "linux" else None,
             )
         self._running[slot] = run, process, time.monotonic()
 
@@ -225,10 +227,6 @@ class Sweep:
         for _, process, _ in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-
-
-def _die_with(parent: int):
-    return lambda: die_with_parent(parent, signal.SIGTERM)
 
 
 def _last_line(file: pathlib.Path) -> str:

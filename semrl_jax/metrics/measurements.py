@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -87,11 +86,9 @@ def encode(metrics: Metrics) -> dict[str, float]:
 
 
 def decode(scalars: Mapping[str, float]) -> dict[MetricKey, Measurement]:
-    """The inverse of `encode`, sorted; a value without a validity, of old replicas, if finite."""
+    """The inverse of `encode`, sorted; a value without a validity is not valid."""
     return {
-        MetricKey.parse(name): Measurement(
-            scalars[name], bool(scalars.get(f"{name}{_VALID}", math.isfinite(scalars[name])))
-        )
+        MetricKey.parse(name): Measurement(scalars[name], bool(scalars.get(f"{name}{_VALID}")))
         for name in sorted(scalars)
         if not name.endswith(_VALID)
     }

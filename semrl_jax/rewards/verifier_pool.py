@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
-import os
 import queue
-import signal
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -31,13 +28,12 @@ from semrl_jax.rewards.verdict import (
 from semrl_jax.settings.rewards import check_verifiers, reward_functions, split_functions
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.isolation import Line, worker_command, worker_environment
+from semrl_jax.support.isolation import Guarded, Line
 
 MAX_RESPONSE_CHARS = 1_000_000  # a longer response or reference is wrong, error "too_long"
 MAX_JOBS_PER_WORKER = 20_000  # then it is replaced, before its libraries' caches fill its memory
 MAX_START_ATTEMPTS = 3
 START_TIMEOUT_S = 60.0
-KILL_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 16 * MAX_EXTRACTED_CHARS  # 12 per character outside the first plane
 FAILURES = {  # counter -> kind of an error
     "num_timeouts": "timeout", "num_crashes": "crash", "num_too_long": "too_long",
@@ -302,18 +298,12 @@ class VerifierPool:
             self._counts[verdict.error_kind] += 1
 
 
-class _Worker:
+class _Worker(Guarded):
     """One worker, its guard and their pipes. Only `kill` may be called from another thread."""
 
     def __init__(self):
-        self._process = subprocess.Popen(  # the guard; the worker is its child
-            worker_command("semrl_jax.rewards.verifier_worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=worker_environment(os.environ, KEPT_PREFIX),
-            start_new_session=True,  # so that Ctrl-C does not reach it
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        super().__init__("semrl_jax.rewards.verifier_worker", KEPT_PREFIX, {}, **pipes)
         stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         self._line = Line(stdout, stdin, "the verifier worker")
         self.takes_row: list[bool] = []
@@ -342,15 +332,6 @@ class _Worker:
 
     def end(self) -> None:
         """Kills the worker, reaps the guard and closes the pipes."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self.kill(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a child stuck in the kernel
-                self._process.wait(timeout=KILL_TIMEOUT_S)
+        super().end()
         self._process.stdin.close()
         self._process.stdout.close()
-
-    def kill(self, number: int = signal.SIGTERM) -> None:
-        """Has the guard kill the worker and all its descendants."""
-        if self._process.returncode is None:  # not reaped, so the id is still valid
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)

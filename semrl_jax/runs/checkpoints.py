@@ -187,7 +187,8 @@ class Checkpoints:
                     ):
                         raise
                     # In format 1, our manifest does not cover tensorstore's own manifests.
-                    problem = f"it cannot be read ({_first_line(error)})"
+                    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+                    problem = f"it cannot be read ({first_line})"
             self._unsound.add(step)
             self._warn(f"checkpoint {step} is not used: {problem}.")
         if steps:
@@ -400,7 +401,3 @@ class Checkpoints:
 def _is_not_of_orbax_failing(record: logging.LogRecord) -> bool:
     source = record.pathname + record.getMessage()
     return record.levelno < logging.ERROR or "orbax" not in source
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

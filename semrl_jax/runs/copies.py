@@ -226,7 +226,9 @@ def restore(url: str, run: pathlib.Path, say: Callable[[str], None]) -> None:
     try:
         names = store.sizes()
         say(f"the run directory {run} is written from {url}")
-        store.get({name: run / name for name in names if _top(name) not in NOT_COPIED})
+        store.get(
+            {name: run / name for name in names if name.partition(SLASH)[0] not in NOT_COPIED}
+        )
         for step in reversed(_steps(names)):
             folder = run / CHECKPOINTS / str(step)
             if f"{CHECKPOINTS}/{step}/{MANIFEST}" not in names:
@@ -419,10 +421,6 @@ def _files(run: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
             if file.is_file() and not any(part.endswith(UNFINISHED) for part in name.parts):
                 found.append((name.as_posix(), file))
     return found
-
-
-def _top(name: str) -> str:
-    return name.partition(SLASH)[0]
 
 
 def _step_of(name: str) -> int | None:

@@ -55,7 +55,10 @@ class Chip(NamedTuple):
     @property
     def sizes(self) -> Mapping[int, str]:
         """The shapes by the numbers of their accelerator types: 64, as in v5p-64, is "2x4x4"."""
-        return {self.num_cores * _num_chips(shape): shape for shape in self.topologies}
+        return {
+            self.num_cores * math.prod(map(int, shape.split("x"))): shape
+            for shape in self.topologies
+        }
 
     def nearest(self, number: str) -> list[str]:
         """The accelerator types next to one that does not exist; all if it is no number."""
@@ -204,10 +207,6 @@ def find_slice(text: str) -> Slice:
 def peak_flops(kind: str) -> float | int | None:
     """The peak of bfloat16 products of a device that JAX names `kind`; None if it is not known."""
     return _PEAKS.get(kind)
-
-
-def _num_chips(shape: str) -> int:
-    return math.prod(int(size) for size in shape.split("x"))
 
 
 def smallest_that_holds(num_bytes: float | int) -> list[str]:

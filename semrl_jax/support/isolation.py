@@ -15,6 +15,8 @@ import re
 import resource
 import secrets
 import select
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -24,6 +26,7 @@ from semrl_jax.support import cores
 from semrl_jax.support.guard import fork_under_guard
 
 MAX_ERROR_CHARS = 200
+KILL_TIMEOUT_S = 10.0
 # Words in the names of variables that hold credentials. TOKENIZERS_PARALLELISM and PWD stay.
 CREDENTIAL = re.compile(
     r"(^|_)(AUTH|KEYS?|PAT|TOKENS?)(_|$)|_PWD$|(TOKEN|APIKEY)$|CREDENTIAL|PASSPHRASE|PASSW|SECRET",
@@ -48,6 +51,31 @@ def worker_environment(environ: Mapping[str, str], kept_prefix: str) -> dict[str
         if name.startswith(kept_prefix) or not CREDENTIAL.search(name)
     }
     return {**kept, **single_thread, "PYTHONPATH": path}
+
+
+class Guarded:
+    """A worker under its guard, which ends it together with all processes that it started."""
+
+    def __init__(self, module: str, kept_prefix: str, variables: Mapping[str, str], **pipes):
+        self._process = subprocess.Popen(  # the guard; the worker is its child
+            worker_command(module),
+            env={**worker_environment(os.environ, kept_prefix), **variables},
+            start_new_session=True,  # so that Ctrl-C does not reach it
+            **pipes,
+        )
+
+    def kill(self, number: int = signal.SIGTERM) -> None:
+        """Has the guard kill all of them; may be called from another thread."""
+        if self._process.returncode is None:  # not reaped, so the id is still valid
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def end(self) -> None:
+        """Kills all of them, and reaps the guard."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self.kill(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a child stuck in the kernel
+                self._process.wait(timeout=KILL_TIMEOUT_S)
 
 
 class Line:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import algorithms
+from tests.cases import raised
 from tests.oracles import algorithms as oracle
 
 seeds = st.integers(0, 2**31 - 1)
@@ -38,8 +39,7 @@ def test_equal_rewards_have_zero_advantages(value):
 
 def test_groups_of_one_are_refused():
     for function in (algorithms.group_relative_advantages, algorithms.zero_variance_group_fraction):
-        with pytest.raises(ValueError, match=r"shape \(3, 1\).*rollout.group_size"):
-            function(jnp.ones((3, 1)))
+        raised(ValueError, r"shape \(3, 1\).*rollout.group_size", function, jnp.ones((3, 1)))
 
 
 @given(seed=seeds, gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.7, 0.0]))

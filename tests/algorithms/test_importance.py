@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import algorithms
+from tests.cases import raised
 from tests.oracles import algorithms as oracle
 
 seeds = st.integers(0, 2**31 - 1)
@@ -205,5 +206,4 @@ def test_a_logprob_that_is_not_finite_is_not_masked_away(level, floor, cap):
 )
 def test_wrong_options_are_refused(options, message):
     arrays = (*map(jnp.asarray, logprobs_of(0)), jnp.asarray(MASK))
-    with pytest.raises(ValueError, match=message):
-        algorithms.importance_weights(*arrays, **options)
+    raised(ValueError, message, algorithms.importance_weights, *arrays, **options)

@@ -11,7 +11,7 @@ from benchmarks import faults
 from semrl_jax import models
 from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose
 from semrl_jax.analysis.mismatch.computation import computation_of
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 
 @pytest.mark.parametrize("family", [*faults.FAMILIES, "gemma", "mixtral"])
@@ -105,8 +105,7 @@ def test_a_coarser_dtype_than_meant_is_told_and_a_meant_one_is_healthy():
 
 
 def test_no_response_is_refused():
-    with pytest.raises(UserError, match="no response"):
-        Observation.of([])
+    refused("no response", Observation.of, [])
 
 
 def test_healthy_engines_are_not_blamed():

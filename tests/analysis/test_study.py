@@ -20,6 +20,7 @@ from semrl_jax.analysis.study_sources import StudiedResponse, of_file, of_genera
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import KEYS
+from tests.cases import refused
 from tests.oracles import metrics as oracle
 from tests.oracles import observatory
 from tests.tiny import tiny_config
@@ -56,8 +57,7 @@ def test_tokens_of_another_model_are_refused():
     policy, _ = build_policy(tiny_config())
     size = policy.config.vocab_size
     ids = [np.array([1, size], np.int32)], [np.array([3], np.int32)]
-    with pytest.raises(UserError, match=f"token {size} is beyond the policy's vocabulary"):
-        response_states(policy, {}, *ids)
+    refused(f"token {size} is beyond the policy's vocabulary", response_states, policy, {}, *ids)
 
 
 def test_rows_without_a_group_are_named(tmp_path):
@@ -77,8 +77,7 @@ def test_columns_of_another_type_are_named(tmp_path):
     assert study_sources._of_row(row, np.ones((2, 3), np.float32)).correct == 1.0
     for name, values, kind in (("score", ["high"], "string"), ("response_mask", [3], "int64")):
         pq.write_table(pa.table(ids | {name: values}), file)
-        with pytest.raises(UserError, match=f"column '{name}' is of {kind}, but must be of"):
-            read_responses(file, KEYS)
+        refused(f"column '{name}' is of {kind}, but must be of", read_responses, file, KEYS)
 
 
 def test_the_release_has_ten_and_twenty_eight_measures(measured):
@@ -297,10 +296,8 @@ def test_what_is_not_known_is_named_and_left_out():
 def test_mistakes_are_named(responses):
     with pytest.raises(UserError, match="2 of 3 responses have two tokens"):
         measures.measure(responses[:3], stride=STRIDE, method="svd")
-    with pytest.raises(UserError, match="0 of 0 responses"):
-        measures.measure([], stride=STRIDE)
-    with pytest.raises(UserError, match="token_jds is unknown; did you mean token_jsd"):
-        study.check_measures(["token_jds"])
+    refused("0 of 0 responses", measures.measure, [], stride=STRIDE)
+    refused("token_jds is unknown; did you mean token_jsd", study.check_measures, ["token_jds"])
     assert study.check_measures(["token_jsd", "rankme", "length"]) == ("rankme",)
 
 
@@ -322,13 +319,11 @@ def test_a_file_may_say_more_about_its_responses(tmp_path):
     assert [r.group_id for r in of_file(file, None)[0]] == [0, 1, 2]
     for wrong in ({"group_id": np.zeros(2, int)}, {"correct": np.ones(3)}, {"logprobs": mask}):
         np.savez(file, hidden_states=states, **wrong)
-        with pytest.raises(UserError, match=f"{next(iter(wrong))} has shape"):
-            read_arrays(file, OPTIONAL)
+        refused(f"{next(iter(wrong))} has shape", read_arrays, file, OPTIONAL)
 
 
 def test_a_directory_without_states_is_refused(tmp_path):
-    with pytest.raises(UserError, match="generate again with --hidden_states=-1"):
-        of_generated(tmp_path, None)
+    refused("generate again with --hidden_states=-1", of_generated, tmp_path, None)
     index = tmp_path / "states.index.json"
     for text, message in (
         ('{"metadata": {"layers": [3], "kinds": ["decode"]}, "weight_map": {}}', "final layer"),
@@ -337,5 +332,4 @@ def test_a_directory_without_states_is_refused(tmp_path):
         ('{"metadata": {"layers": [-1], "kinds": ["decode"]}, "weight_map": {}}', "cannot be read"),
     ):
         index.write_text(text)
-        with pytest.raises(UserError, match=message):
-            of_generated(tmp_path, None)
+        refused(message, of_generated, tmp_path, None)

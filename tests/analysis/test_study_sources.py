@@ -6,7 +6,7 @@ import pytest
 
 from semrl_jax.analysis.study_sources import of_run
 from semrl_jax.runs import train
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.launch.tiny_config import get_config
 from tests.oracles import metrics as oracle
 
@@ -38,19 +38,15 @@ def test_the_states_of_a_run_are_those_it_measured(tmp_path):
         np.testing.assert_allclose(response.logprobs, logprobs, atol=1e-3)
     assert [response.score for response in studied] == table["score"]
     assert [response.group_id for response in studied] == table["group_id"]
-    with pytest.raises(UserError, match=r"--step=1: .* of the steps \[0, 2\]"):
-        of_run(tmp_path / "run", 1)
+    refused(r"--step=1: .* of the steps \[0, 2\]", of_run, tmp_path / "run", 1)
     for file in (tmp_path / "run" / "checkpoints" / "2").rglob("manifest.ocdbt"):
         file.write_bytes(b"")
-    with pytest.raises(UserError, match="cannot be used"):
-        of_run(tmp_path / "run", 2)
+    refused("cannot be used", of_run, tmp_path / "run", 2)
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is no run"):
-        of_run(tmp_path, None)
+    refused("is no run", of_run, tmp_path, None)
     (tmp_path / "config.json").write_text(
         '{"config": {"model": {"path": ""}, "metrics": {"stride": 4}}}'
     )
-    with pytest.raises(UserError, match="no step with both"):
-        of_run(tmp_path, None)
+    refused("no step with both", of_run, tmp_path, None)

@@ -31,7 +31,7 @@ def checks_something(node):
     """An assert statement, or a call of a function that asserts by its name."""
     if isinstance(node, ast.Assert):
         return True
-    names = r"(np\.testing\.)?assert_\w+|(\w+\.)?check\w*|pytest\.raises"
+    names = r"(np\.testing\.)?assert_\w+|(\w+\.)?check\w*|pytest\.raises|refused|raised"
     return isinstance(node, ast.Call) and re.fullmatch(names, ast.unparse(node.func)) is not None
 
 

@@ -4,9 +4,8 @@ import argparse
 import json
 import sys
 
-import pytest
-
 from benchmarks import performance, results
+from tests.cases import raised
 
 
 def test_the_page_is_up_to_date():
@@ -42,8 +41,7 @@ def test_a_missing_result_names_its_command_and_an_incomplete_one_is_refused(tmp
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     assert "python -m benchmarks.performance --run step" in performance.section("step")
     (tmp_path / "step.json").write_text(json.dumps({"title": "A step"}))
-    with pytest.raises(SystemExit, match="has no command; make it again with --run step"):
-        performance.section("step")
+    raised(SystemExit, "has no command; make it again with --run step", performance.section, "step")
 
 
 def test_every_result_of_the_page_is_a_benchmark():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import floors, real_model, step
+from tests.cases import raised
 
 SIZES = floors.Sizes(
     layers=2, width=16, inner=24, heads=4, kv_heads=2, vocab=50, theta=1e4, epsilon=1e-6,
@@ -80,8 +81,7 @@ def test_problems_of_a_file_are_read_in_order_and_must_suffice(tmp_path):
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "1?", "answer": "1"}\n{"problem": "2?"}\n{"problem": "3?"}\n')
     assert real_model.questions(file, 2) == ["1?", "2?"]
-    with pytest.raises(SystemExit, match="has 3 problems; 4 are needed"):
-        real_model.questions(file, 4)
+    raised(SystemExit, "has 3 problems; 4 are needed", real_model.questions, file, 4)
 
 
 @pytest.fixture

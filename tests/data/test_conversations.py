@@ -127,8 +127,7 @@ def test_a_completion_follows_the_prompt_of_the_template(tokenizer, load):
     (found,) = load(row, **options).conversations
     assert tokenizer.decode(found.token_ids) == "1+1?2<|im_end|>"
     for wrong in (None, "", [ANSWER]):
-        with pytest.raises(UserError, match=r"line 1: field 'answer' must be text"):
-            load(row | {"answer": wrong}, **options)
+        refused(r"line 1: field 'answer' must be text", load, row | {"answer": wrong}, **options)
 
 
 def test_parquet_rows_may_hold_empty_fields(tokenizer, tmp_path):
@@ -159,9 +158,8 @@ def test_parquet_rows_may_hold_empty_fields(tokenizer, tmp_path):
     ],
 )
 def test_a_bad_row_is_named(load, messages, message):
-    with pytest.raises(UserError, match=message) as caught:
-        load({"messages": [USER, ANSWER]}, {"messages": messages})
-    assert "chats.jsonl, line 2: " in str(caught.value) and "\n" not in str(caught.value)
+    text = refused(message, load, {"messages": [USER, ANSWER]}, {"messages": messages})
+    assert "chats.jsonl, line 2: " in text
 
 
 def test_bad_rows_can_be_skipped(load):
@@ -206,10 +204,9 @@ def test_files_and_templates_that_cannot_be_used(tokenizer, load, tmp_path):
     refused(r"sft.files is empty; name a", load_file, "", tokenizer)
     refused(r"chats.jsonl: the file has no rows", load)
     tokenizer.chat_template = BRACKETS
-    with pytest.raises(
-        UserError, match=r"line 1: .*refuses messages with the roles system, .*no system"
-    ):
-        load({"messages": TURNS})
+    refused(
+        r"line 1: .*refuses messages with the roles system, .*no system", load, {"messages": TURNS}
+    )
     tokenizer.chat_template = FORGETFUL
     refused(r"line 1: the chat template rewrites message 3 or those bef", load, {"messages": TURNS})
     tokenizer.chat_template = MARKED.replace("'assistant'", "'user'")

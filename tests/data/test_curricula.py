@@ -12,6 +12,7 @@ from semrl_jax.data.prompts import Position, advanced, next_rows
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
+from tests.cases import refused
 from tests.data.test_prompts import numbered
 from tests.fixtures import read_rows, stable
 from tests.launch.comparison import restore_on_host
@@ -102,9 +103,7 @@ def test_a_position_counts_prompts_and_keeps_what_was_seen():
     ],
 )
 def test_a_wrong_entry_is_named(entry, message):
-    with pytest.raises(UserError, match=message) as caught:
-        find_curriculum(entry)
-    assert str(caught.value).count("data.curriculum") == 1
+    assert refused(message, find_curriculum, entry).count("data.curriculum") == 1
 
 
 def test_wrong_options_of_a_users_curriculum_are_named(monkeypatch):
@@ -112,8 +111,7 @@ def test_wrong_options_of_a_users_curriculum_are_named(monkeypatch):
     module.Options, module.weights = int, None
     monkeypatch.setitem(sys.modules, "users", types.ModuleType("users"))
     monkeypatch.setitem(sys.modules, "users.order", module)
-    with pytest.raises(UserError, match=r"'users.order': Options must be a frozen dataclass"):
-        find_curriculum("users.order")
+    refused(r"'users.order': Options must be a frozen dataclass", find_curriculum, "users.order")
 
 
 def test_weights_that_are_none_are_named():

@@ -238,8 +238,7 @@ def test_simplerl_rows_have_their_own_template_and_fields(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"data\.row_format='verl' must be one of 'que"):
         load_prompts(path, tokenizer, row_format="verl")
     for fields in ({"question_fields": ()}, {"answer_field": ""}, {"question_fields": ("a", "")}):
-        with pytest.raises(UserError, match="must each name a field"):
-            load_prompts(path, tokenizer, **fields)
+        refused("must each name a field", load_prompts, path, tokenizer, **fields)
 
 
 def test_answer_after_the_last_mark(tokenizer, tmp_path):
@@ -293,9 +292,7 @@ BAD_LINES = [
 def test_bad_row_names_file_line_and_field(tokenizer, tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n")
-    with pytest.raises(UserError, match=rf"bad\.jsonl, line 3: {message}") as caught:
-        load_prompts(path, tokenizer)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert len(refused(rf"bad\.jsonl, line 3: {message}", load_prompts, path, tokenizer)) < 500
 
 
 def test_bad_rows_are_skipped_and_counted(tokenizer, tmp_path):
@@ -321,9 +318,8 @@ def test_a_very_long_line_is_skipped_in_little_memory(tokenizer, tmp_path):
         for _ in range(50):
             file.write(b"1" * 2**20)
         file.write(b'", "answer": 1}\n' + GOOD)
-    with pytest.raises(UserError, match=r"long\.jsonl, line 2: is longer than 16 MiB") as caught:
-        load_prompts(path, tokenizer)
-    assert len(str(caught.value)) < 300
+    text = refused(r"long\.jsonl, line 2: is longer than 16 MiB", load_prompts, path, tokenizer)
+    assert len(text) < 300
     dataset = load_prompts(path, tokenizer, skip_bad_rows=True)
     assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_bad_rows == 1
     # The longest line that is read, its end included.
@@ -374,9 +370,7 @@ def test_bad_parquet_is_the_users_error(tokenizer, tmp_path):
         b"",
     ):
         path.write_bytes(broken)
-        with pytest.raises(UserError, match=r"rows\.parquet cannot be read as Parquet") as caught:
-            load_prompts(path, tokenizer)
-        assert "\n" not in str(caught.value)
+        refused(r"rows\.parquet cannot be read as Parquet", load_prompts, path, tokenizer)
     write(path, [problem(), {"question": "1"}])
     refused(r"rows\.parquet, row 2: field 'answer' .* not None", load_prompts, path, tokenizer)
     with pytest.raises(UserError, match=r"field 'x\.y' is missing; the file has the columns \['qu"):
@@ -492,9 +486,7 @@ def test_a_column_that_is_not_json_is_refused_with_its_row(tokenizer, tmp_path, 
     ]  # fmt: skip
     for path, row, field in bad:
         pattern = rf"{path.name}, {row}: field {field} is .* but a row that is kept"
-        with pytest.raises(UserError, match=pattern) as caught:
-            load_prompts(path, tokenizer, keep_columns=True)
-        assert "\n" not in str(caught.value)
+        refused(pattern, load_prompts, path, tokenizer, keep_columns=True)
         assert load_prompts(path, tokenizer).num_bad_rows == 0  # nothing reads the column
     kept = load_prompts(bad[0][0], tokenizer, keep_columns=True, skip_bad_rows=True)
     assert (len(kept), kept.num_bad_rows) == (1, 1)

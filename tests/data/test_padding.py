@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax.data import pad_response_values, pad_rows
+from tests.cases import raised
 
 PROMPTS = [np.array(ids, np.int32) for ids in ([5, 6], [7], [])]
 RESPONSES = [np.array(ids, np.int32) for ids in ([1], [2, 3, 4], [])]
@@ -53,7 +54,6 @@ def test_what_does_not_fit_is_refused():
         pad_rows(PROMPTS, RESPONSES, prompt_length=1, response_length=4, pad_id=0)
     with pytest.raises(ValueError, match="3 tokens do not fit into a length of 2"):
         pad_rows(PROMPTS, RESPONSES, prompt_length=2, response_length=2, pad_id=0)
-    with pytest.raises(ValueError, match="2 tokens do not fit"):
-        pad_response_values([np.zeros(2, np.float32)], 1)
+    raised(ValueError, "2 tokens do not fit", pad_response_values, [np.zeros(2, np.float32)], 1)
     with pytest.raises(ValueError, match="3 prompts and 2 responses do not pair"):
         pad_rows(PROMPTS, RESPONSES[:2], prompt_length=2, response_length=4, pad_id=0)

@@ -17,6 +17,7 @@ from semrl_jax.data import (
 )
 from semrl_jax.data.prompts import Position, prompt_order
 from semrl_jax.support.errors import UserError
+from tests.cases import raised
 
 
 def numbered(size):
@@ -81,10 +82,8 @@ def test_impossible_positions_are_refused():
     for position in [(-1, 0), (0, -1), (0, 6)]:
         with pytest.raises(ValueError, match="does not fit a dataset of 5 prompts"):
             next_prompts(numbered(5), 0, position, 1)
-    with pytest.raises(ValueError, match="count -1"):
-        next_prompts(numbered(5), 0, (0, 0), -1)
-    with pytest.raises(ValueError, match="empty"):
-        next_prompts(numbered(0), 0, (0, 0), 1)
+    raised(ValueError, "count -1", next_prompts, numbered(5), 0, (0, 0), -1)
+    raised(ValueError, "empty", next_prompts, numbered(0), 0, (0, 0), 1)
 
 
 def test_long_prompts_are_left_out_and_counted(tokenizer):

@@ -13,6 +13,7 @@ from semrl_jax import data
 from semrl_jax.data.stop_strings import StopMatcher, TokenBytes, before_stop, stop_text
 from semrl_jax.data.stop_words import STOP_WORDS, stop_word_ids
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 TEXT = "Question: 你好, wörld! Answer: 😀 user\n Is 1 + 2 = 3?"
 
@@ -181,8 +182,7 @@ def test_text_for_the_verifier_ends_before_the_first_stop_string():
 def test_a_decoder_that_looks_at_other_tokens_is_refused(decoder):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a</w>": 0}, []))
     backend.decoder = getattr(tokenizers.decoders, decoder)()
-    with pytest.raises(UserError, match=f"whose decoder is {decoder}; use rollout.stop_token_ids"):
-        TokenBytes(fast(backend))
+    refused(f"whose decoder is {decoder}; use rollout.stop_token_ids", TokenBytes, fast(backend))
 
 
 def test_stop_words_are_the_tokens_with_this_text():

@@ -3,7 +3,7 @@
 import pytest
 
 from semrl_jax import data
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 TEXTS = [f"Tom has {n} apples and buys {n + 1} more. How many apples are there?" for n in range(50)]
 
@@ -43,5 +43,4 @@ def test_a_saved_tokenizer_loads_unchanged(tokenizer, tmp_path):
 
 
 def test_a_vocabulary_must_hold_the_bytes():
-    with pytest.raises(UserError, match="vocab_size=259 must be above 259"):
-        data.train_tokenizer(TEXTS, 259)
+    refused("vocab_size=259 must be above 259", data.train_tokenizer, TEXTS, 259)

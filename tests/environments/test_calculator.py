@@ -4,6 +4,7 @@ import pytest
 
 from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.calculator import Environment, calculate
+from tests.cases import raised
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,7 @@ def test_expressions(expression, value):
     ],
 )  # fmt: skip
 def test_other_expressions_are_refused(expression):
-    with pytest.raises(ValueError, match="an expression has"):
-        calculate(expression)
+    raised(ValueError, "an expression has", calculate, expression)
 
 
 def test_a_task_is_solved_with_the_tool():

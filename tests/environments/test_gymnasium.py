@@ -8,7 +8,7 @@ from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.environments.worker import made
 from semrl_jax.settings.environment import named
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.environments.test_pool import played, section
 
 ENV = f"{__name__}:Dial"
@@ -53,6 +53,4 @@ def test_an_episode_ends_when_it_is_terminated_or_truncated():
     ],
 )
 def test_a_mistake_is_one_line(options, message):
-    with pytest.raises(UserError, match=message) as error:
-        made(*named(f"gymnasium:{options}")[:2])
-    assert "\n" not in str(error.value)
+    refused(message, made, *named(f"gymnasium:{options}")[:2])

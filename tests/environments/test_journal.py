@@ -12,7 +12,8 @@ from semrl_jax.environments.journal import Journal, Place, Reply
 from semrl_jax.environments.pool import EnvironmentPool, EnvironmentPools
 from semrl_jax.sampling.environment_tasks import training_tasks
 from semrl_jax.support.clock import Clock
-from semrl_jax.support.errors import Preempted, UserError
+from semrl_jax.support.errors import Preempted
+from tests.cases import refused
 from tests.environments.test_pool import section
 from tests.sampling.test_multi_turn import Policy, draw_of, ended, episodes_of
 from tests.tiny import tiny_config
@@ -130,8 +131,7 @@ def test_damaged_lines_are_asked_again(started, tmp_path):
 def test_a_journal_that_is_no_file_is_the_users(started, tmp_path):
     (tmp_path / "answers").mkdir()
     os.mkfifo(tmp_path / "answers" / "000003.0.jsonl")
-    with pytest.raises(UserError, match=r"000003\.0\.jsonl is no regular file"):
-        started("Logged", "one")
+    refused(r"000003\.0\.jsonl is no regular file", started, "Logged", "one")
 
 
 def test_answers_are_kept_as_long_as_a_run_may_need_them(tmp_path):

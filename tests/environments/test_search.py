@@ -8,6 +8,7 @@ from semrl_jax.environments import Turn
 from semrl_jax.environments.kinds.search import Environment
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.environments.test_pool import played, section
 
 CAPITALS = {"France": "Paris", "Peru": "Lima", "Japan": "Tokyo"}
@@ -70,8 +71,7 @@ def test_answers_are_compared_by_the_grader(corpus, tmp_path, answer, message, r
 )  # fmt: skip
 def test_a_row_that_is_no_question_is_named(corpus, tmp_path, row):
     file = write(tmp_path / "bad.jsonl", [{"question": "?", "answer": "a"}, row])
-    with pytest.raises(UserError, match=r"bad\.jsonl, line 2"):
-        Environment(corpus, file)
+    refused(r"bad\.jsonl, line 2", Environment, corpus, file)
 
 
 def test_a_file_that_is_not_there_is_one_line(corpus, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool, Opening, task_seed
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.environments.test_pool import USERS, played, section
 from tests.environments.tools.test_formats import MISTRAL, QWEN
 
@@ -109,8 +110,7 @@ def test_a_chat_template_has_its_own_form_of_calls(path):
         assert found.turn.messages == [
             {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"},
         ]  # fmt: skip
-        with pytest.raises(UserError, match=r"environment\.tool_format='auto': the chat"):
-            environments.speak(MISTRAL)
+        refused(r"environment\.tool_format='auto': the chat", environments.speak, MISTRAL)
 
 
 def test_a_form_can_be_chosen():

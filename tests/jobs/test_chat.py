@@ -13,6 +13,7 @@ from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.fixtures import make_scored, save_model
 
 
@@ -42,14 +43,12 @@ def test_questions_that_are_not_utf8_are_refused():
     questions = iter(["1+2", b"\xff".decode(errors="surrogateescape")])
     found = chat.lines_of(lambda: next(questions))
     assert next(found) == "1+2"
-    with pytest.raises(UserError, match="standard input is not UTF-8 text"):
-        next(found)
+    refused("standard input is not UTF-8 text", next, found)
 
 
 def test_a_question_in_another_encoding_names_the_one_that_python_reads():
     found = chat.lines_of(lambda: "groß".encode().decode("ascii"))
-    with pytest.raises(UserError, match="not text in ascii, which"):
-        next(found)
+    refused("not text in ascii, which", next, found)
 
 
 def test_the_template_is_that_of_the_task_or_of_the_tokenizer(config):

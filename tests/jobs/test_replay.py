@@ -33,7 +33,7 @@ from semrl_jax.sampling.source import Counted
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop
 from semrl_jax.training.learner import Learner
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.fixtures import save_chat_model, scores_by_length
 from tests.launch.conftest import TINY, succeed
 from tests.rollout.engines.vllm_replica import PYTHON
@@ -317,8 +317,7 @@ def test_a_signal_is_no_answer(run):
     records = replayed(Replay(run, 1, STEPS - 1))
     assert next(records).step == 1
     os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit, match="75"):
-        list(records)
+    raised(SystemExit, "75", list, records)
 
 
 def test_a_run_with_vllm_replays_from_its_records_alone(tmp_path, monkeypatch, capsys):

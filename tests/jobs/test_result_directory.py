@@ -19,6 +19,7 @@ from semrl_jax.jobs.evaluate import Call, _check_complete, _write_array
 from semrl_jax.jobs.result_directory import RECORD, Part, open_results
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.evaluation.making import make_sample
 from tests.fixtures import make_scored
 
@@ -44,16 +45,14 @@ def directory(tmp_path):
 )
 def test_a_wrong_record_is_refused(tmp_path, record):
     (tmp_path / RECORD).write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"evaluation\.json is no record of responses"):
-        open_results(tmp_path)
+    refused(r"evaluation\.json is no record of responses", open_results, tmp_path)
 
 
 def test_the_samples_of_another_evaluation_are_refused(directory):
     write_samples(directory.path / "samples.parquet", SAMPLES)
     assert directory.finished() == {"sums": SAMPLES}
     write_samples(directory.path / "samples.parquet", [SAMPLES[0]._replace(benchmark="other")])
-    with pytest.raises(UserError, match=r"has 'other', which .*evaluation\.json does not know"):
-        directory.finished()
+    refused(r"has 'other', which .*evaluation\.json does not know", directory.finished)
 
 
 def part_of(*responses):
@@ -83,8 +82,7 @@ def test_token_ids_of_finished_parts_are_kept_and_read_by_the_viewer(directory):
     assert table["response"].to_pylist() == ["a", "b", "", "second", "", "third", ""]
     assert [ids is not None for ids in table["prompt_ids"].to_pylist()] == [False] * 3 + [True] * 4
     assert len(directory.finished()["sums"]) == 7
-    with pytest.raises(UserError, match="the column prompt_ids has a row without token ids"):
-        view.read_responses(samples)
+    refused("the column prompt_ids has a row without token ids", view.read_responses, samples)
 
 
 def test_a_damaged_part_names_the_file_to_remove(directory):
@@ -97,12 +95,10 @@ def test_a_damaged_part_names_the_file_to_remove(directory):
     content = directory.part("p", ".npy").read_bytes()
     for damaged in (b"", content[:-4], content[:20], b"x" * 100):
         directory.part("p", ".npy").write_bytes(damaged)
-        with pytest.raises(UserError, match=r"p\.npy: .*; remove .*p\.parquet, and the same comm"):
-            directory.read_part("p")
+        refused(r"p\.npy: .*; remove .*p\.parquet, and the same comm", directory.read_part, "p")
     directory.part("p", ".npy").write_bytes(content)
     directory.part("p").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"cannot be read as Parquet: .*; remove .*p\.parquet, and"):
-        directory.read_part("p")
+    refused(r"cannot be read as Parquet: .*; remove .*p\.parquet, and", directory.read_part, "p")
 
 
 def test_a_file_without_all_responses_of_its_call_is_refused(tmp_path):

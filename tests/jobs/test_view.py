@@ -13,6 +13,7 @@ from semrl_jax.jobs import view
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.support.errors import UserError
 from tests.browser import open_page
+from tests.cases import refused
 from tests.tiny import tiny_config
 
 CHOOSE = "byId('%s').selectedIndex = %d; draw()"
@@ -63,16 +64,11 @@ def test_problems_are_chosen_by_verdict_and_name():
     assert drawn == {(0, 1), (0, 2), (1, 2)} and chosen(limit=2, seed=3) == chosen(limit=2, seed=3)
     with pytest.raises(UserError, match=r"fits --show=all and --verdicts=correct,wrong\."):
         chosen(verdicts=("correct", "wrong"))
-    with pytest.raises(
-        UserError, match=r"--verdicts has 1 values for 2 policies; give one .* of po"
-    ):
-        chosen(verdicts=("any",))
-    with pytest.raises(UserError, match=r"--problem='problem 3' is not there; problems are"):
-        chosen(("problem 3",))
+    refused(r"--verdicts has 1 values for 2 policies; give one .* of po", chosen, verdicts=("any",))
+    refused(r"--problem='problem 3' is not there; problems are", chosen, ("problem 3",))
     with pytest.raises(UserError, match="none of the 3 problems fits --show=changed"):
         view.chosen_problems(columns[:1], (), "changed", 9)
-    with pytest.raises(UserError, match="no problem in common"):
-        view.chosen_problems([columns[0], column([])], (), "all", 9)
+    refused("no problem in common", view.chosen_problems, [columns[0], column([])], (), "all", 9)
 
 
 def test_another_problem_of_the_same_name_is_not_compared():
@@ -96,8 +92,7 @@ def test_damaged_rows_are_named(tmp_path):
                              ([3], [None]), ("3", [4]), ([[3]], [4])):  # fmt: skip
         file = write_samples(tmp_path / "x.parquet", ["1"], prompt_ids=[prompt],
                              response_ids=[response])  # fmt: skip
-        with pytest.raises(UserError, match=r"x\.parquet: .* has a row without token ids"):
-            view.read_responses(file)
+        refused(r"x\.parquet: .* has a row without token ids", view.read_responses, file)
     binary = pa.array([b"\xff"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 1, binary.buffers())
     with pytest.raises(UserError, match=r"x\.parquet cannot be read as Parquet: .*UTF8"):
@@ -110,11 +105,9 @@ def test_files_without_token_ids_are_refused(tmp_path):
         view.read_responses(tmp_path / "text.parquet")
     (tmp_path / "broken.parquet").write_text("no")
     for name in ("broken", "missing"):
-        with pytest.raises(UserError, match=f"{name}.parquet cannot be read"):
-            view.read_responses(tmp_path / f"{name}.parquet")
+        refused(f"{name}.parquet cannot be read", view.read_responses, tmp_path / f"{name}.parquet")
     empty = write_samples(tmp_path / "empty.parquet", [""])
-    with pytest.raises(UserError, match="has no response with a token"):
-        view.read_responses(empty)
+    refused("has no response with a token", view.read_responses, empty)
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last():

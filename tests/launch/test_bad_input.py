@@ -85,22 +85,19 @@ def test_a_directory_of_something_else_is_named_before_the_trainer_is_loaded(
 
 
 @pytest.mark.slow
-def test_wrong_token_is_refused(replica, tmp_path):
-    result = run(
-        "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",
-        f"--config.rollout.addresses={replica}", env={"SEMRL_ROLLOUT_TOKEN": "another"},
-    )  # fmt: skip
-    assert_one_line(result, f"{replica} refuses the token")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_replica_with_lower_limits_is_refused(replica, tmp_path):
-    result = run(
-        "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",
-        f"--config.rollout.addresses={replica}", "--config.rollout.max_response_tokens=57",
-    )  # fmt: skip
-    assert_one_line(result, "serves max_response_tokens=56, but the trainer asks for 57")
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        ((), {"SEMRL_ROLLOUT_TOKEN": "another"}, "{} refuses the token"),
+        (("--config.rollout.max_response_tokens=57",), {},
+         "serves max_response_tokens=56, but the trainer asks for 57"),
+    ],
+    ids=["token", "limits"],
+)  # fmt: skip
+def test_a_replica_that_does_not_fit_is_refused(replica, tmp_path, flags, variables, message):
+    places = f"--workdir={tmp_path / 'run'}", f"--config.rollout.addresses={replica}"
+    result = run("launch.train", f"--config={TINY}", *places, *flags, env=variables)
+    assert_one_line(result, message.format(replica))
     assert not (tmp_path / "run").exists()
 
 

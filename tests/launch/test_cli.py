@@ -12,6 +12,7 @@ from launch import cli
 from launch.__main__ import NO_COMMANDS, commands
 from semrl_jax.settings import moved
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.launch.conftest import ROOT, environment, run
 from tests.launch.test_bad_input import assert_one_line
 
@@ -44,14 +45,12 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"pipe", "link"}
     # With root's rights a device would be replaced by the page.
     for bad in ("/dev/null", tmp_path / "pipe", tmp_path, tmp_path / "no" / "x.html"):
-        with pytest.raises(UserError, match="must be a file in a directory that exists"):
-            cli.output_file("output", str(bad))
+        refused("must be a file in a directory that exists", cli.output_file, "output", str(bad))
     for bad, reason in (
         (tmp_path / ("x" * 300), "File name too long"),
         ("/proc/x.html", "No such"),
     ):
-        with pytest.raises(UserError, match=f"--output={bad} cannot be written: {reason}"):
-            cli.output_file("output", str(bad))
+        refused(f"--output={bad} cannot be written: {reason}", cli.output_file, "output", str(bad))
 
 
 def test_flags_override_fields(parse):
@@ -100,9 +99,7 @@ def test_flags_override_fields(parse):
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(parse, arguments, message):
-    with pytest.raises(UserError) as caught:
-        parse(QUICKSTART, *arguments)
-    assert message in str(caught.value)
+    assert message in refused(".", parse, QUICKSTART, *arguments)
 
 
 def test_a_shipped_config_is_found_from_every_directory(parse, monkeypatch, tmp_path):
@@ -115,8 +112,7 @@ def test_a_shipped_config_is_found_from_every_directory(parse, monkeypatch, tmp_
     (tmp_path / "configs" / "quickstart.py").write_text(
         "import ml_collections\ndef get_config(): raise ValueError('my own')\n"
     )
-    with pytest.raises(UserError, match="my own"):
-        parse(QUICKSTART)
+    refused("my own", parse, QUICKSTART)
 
 
 def test_a_field_that_moved_is_named_with_its_place(parse, monkeypatch, tmp_path):
@@ -145,8 +141,7 @@ def test_a_field_that_moved_is_named_with_its_place(parse, monkeypatch, tmp_path
 def test_a_mistake_in_a_config_file_is_named(parse, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from configs import default\ndef get_config(): return default.missing()\n")
-    with pytest.raises(UserError, match=rf"--config={file}: AttributeError: .*'missing'"):
-        parse(f"--config={file}")
+    refused(rf"--config={file}: AttributeError: .*'missing'", parse, f"--config={file}")
 
 
 @pytest.mark.parametrize(
@@ -165,9 +160,7 @@ def test_a_mistake_in_a_config_file_is_named(parse, tmp_path):
 def test_a_file_that_makes_no_config_is_named(parse, tmp_path, text, message):
     file = tmp_path / "mine.py"
     file.write_text(text)
-    with pytest.raises(UserError, match=f"--config={file}: ") as caught:
-        parse(f"--config={file}")
-    assert message in str(caught.value)
+    assert message in refused(f"--config={file}: ", parse, f"--config={file}")
 
 
 @pytest.mark.parametrize("override", [[], ["--config.seed=1"]])
@@ -228,8 +221,7 @@ def test_one_name_runs_every_command():
 
 
 def test_a_missing_flag_is_named_with_an_example(parse, monkeypatch):
-    with pytest.raises(UserError, match=r"--config is needed, such as --config=configs/quicks"):
-        parse()
+    refused(r"--config is needed, such as --config=configs/quicks", parse)
 
 
 def test_a_path_that_cannot_be_looked_up_is_one_line():

@@ -21,6 +21,7 @@ from semrl_jax.shaping import init_shaping_state
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.train_state import DataPosition, TrainState
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
+from tests.cases import refused
 from tests.launch.conftest import ROOT, run, succeed
 from tests.rollout.embedded import EmbeddedReplica
 
@@ -192,16 +193,14 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
 ):
     if change:
         change(directory)
-    with pytest.raises(UserError, match=message):
-        convert(directory, tmp_path / "target", **flags)
+    refused(message, convert, directory, tmp_path / "target", **flags)
     assert not (tmp_path / "target").exists()
 
 
 def test_a_target_is_never_overwritten(directory, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "mine").write_text("x")
-    with pytest.raises(UserError, match="is there already"):
-        convert(directory, tmp_path / "target")
+    refused("is there already", convert, directory, tmp_path / "target")
     assert [file.name for file in (tmp_path / "target").iterdir()] == ["mine"]
 
 
@@ -210,8 +209,7 @@ def test_existing_staging_directory_is_never_removed(directory, tmp_path, end):
     neighbour = tmp_path / f"target{end}"
     neighbour.mkdir()
     (neighbour / "mine").write_text("x")
-    with pytest.raises(UserError, match=rf"target{end} is there already"):
-        convert(directory, tmp_path / "target")
+    refused(rf"target{end} is there already", convert, directory, tmp_path / "target")
     assert (neighbour / "mine").read_text() == "x"
 
 
@@ -219,11 +217,9 @@ def test_a_target_that_cannot_be_made_is_named_before_the_work(directory, tmp_pa
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("/nowhere")
     for target in (tmp_path / "file" / "below", "/proc/nowhere/target"):
-        with pytest.raises(UserError, match=r"--target=.* cannot be made"):
-            convert(directory, pathlib.Path(target))
+        refused(r"--target=.* cannot be made", convert, directory, pathlib.Path(target))
     for source in (directory, directory / "warm_start"):
-        with pytest.raises(UserError, match="is there already"):
-            convert(source, tmp_path / "dangling")
+        refused("is there already", convert, source, tmp_path / "dangling")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "run"]
 
 

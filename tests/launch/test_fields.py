@@ -17,6 +17,7 @@ from launch.fields import (
 )
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams
+from tests.cases import refused
 
 FIELDS = {
     "n": ("rollout.group_size", "integer", ""),
@@ -94,6 +95,4 @@ def test_hidden_states_that_flags_ask_for():
     ],
 )
 def test_wrong_hidden_states_are_named(layers, kinds, message):
-    with pytest.raises(UserError) as caught:
-        chosen_states(layers, kinds, "float32")
-    assert str(caught.value).startswith(message)
+    assert refused(".", chosen_states, layers, kinds, "float32").startswith(message)

@@ -16,6 +16,7 @@ from launch import prepare_data
 from launch.prepare_data import DATASETS, with_progress, write_rows
 from semrl_jax.data import load_prompts, row_reader
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.launch.conftest import ROOT, run
 
 GSM8K = [
@@ -262,8 +263,7 @@ def test_a_benchmark_is_converted_from_a_local_file(tmp_path):
 
 def test_wrong_names_and_outputs_of_benchmarks(tmp_path, monkeypatch):
     def assert_refused(message, name, output, given=""):
-        with pytest.raises(UserError, match=message):
-            prepare_benchmarks(name, output, monkeypatch, given)
+        refused(message, prepare_benchmarks, name, output, monkeypatch, given)
 
     assert_refused("'amc42' is unknown; did you mean 'amc24'", "aime24,amc42", tmp_path)
     assert_refused("must be amc24.jsonl or amc24.parquet", "amc24", tmp_path / "a.jsonl")

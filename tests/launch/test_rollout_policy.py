@@ -16,8 +16,7 @@ from tests.rollout.server.test_prometheus import free_port
 
 def train(workdir, num_steps):
     flags = f"--config.training.num_steps={num_steps}", "--config.checkpoints.every_steps=1"
-    result = run("launch.train", f"--config={TINY}", f"--workdir={workdir}", *flags, timeout=300)
-    assert result.returncode == 0, result.stderr
+    succeed("launch.train", f"--config={TINY}", f"--workdir={workdir}", *flags, timeout=300)
 
 
 @pytest.mark.soak

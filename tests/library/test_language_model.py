@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import semrl_jax
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 QUESTION = "1+2="
 
@@ -62,7 +62,5 @@ def test_saved_and_changed_weights(model, tmp_path):
 
 
 def test_a_wrong_prompt_is_one_line(model):
-    with pytest.raises(UserError, match=r"a prompt of [0-9]+ tokens; max_prompt_tokens=2048"):
-        model.generate("1" * 3000)
-    with pytest.raises(UserError, match="model=nowhere is no run"):
-        semrl_jax.LanguageModel("nowhere")
+    refused(r"a prompt of [0-9]+ tokens; max_prompt_tokens=2048", model.generate, "1" * 3000)
+    refused("model=nowhere is no run", semrl_jax.LanguageModel, "nowhere")

@@ -16,6 +16,7 @@ from semrl_jax.library.settings import configure
 from semrl_jax.runs.config_checks import method_line
 from semrl_jax.settings.training import Training
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.fixtures import read_rows, stable
 from tests.library.conftest import ROWS, SIZES
 
@@ -218,8 +219,7 @@ def test_settings_as_dataclasses_and_files(tmp_path):
         "from configs import grpo\n\n\ndef get_config():\n    return grpo.get_config()\n"
     )
     assert semrl_jax.Trainer(tmp_path, config=file).config.shaping.target == "none"
-    with pytest.raises(UserError, match="config='grp' is unknown; choose one of "):
-        semrl_jax.Trainer(tmp_path, config="grp")
+    refused("config='grp' is unknown; choose one of ", semrl_jax.Trainer, tmp_path, config="grp")
 
 
 def test_the_first_lines_name_the_method(trainer, capsys):

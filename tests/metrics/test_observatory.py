@@ -12,6 +12,7 @@ from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.kinds.matrix_entropy import metric_of_order, renyi_entropy
 from semrl_jax.metrics.kinds.rankme import rankme_of
 from semrl_jax.metrics.metric import load_metric
+from tests.cases import raised
 from tests.oracles import metrics as release
 from tests.oracles import observatory as oracle
 
@@ -114,8 +115,7 @@ def test_entropies_of_higher_order_are_smaller():
 
 @pytest.mark.parametrize("order", [0, -1.0, float("nan"), False])
 def test_a_wrong_order_is_named(order):
-    with pytest.raises(ValueError, match="must be a number above 0"):
-        metric_of_order(order)
+    raised(ValueError, "must be a number above 0", metric_of_order, order)
 
 
 def test_by_hand():
@@ -237,8 +237,7 @@ def test_equal_and_orthogonal_groups_by_hand():
 def test_wrong_sets_are_named(call, message):
     name, *arguments = call(np.ones((3, 4), np.float32), np.ones(3, bool))
     unchecked = inspect.unwrap(getattr(metrics, name))  # the annotations would refuse it first
-    with pytest.raises(ValueError, match=message):
-        unchecked(*arguments)
+    raised(ValueError, message, unchecked, *arguments)
 
 
 def test_the_default_measures_what_it_did():

@@ -11,6 +11,7 @@ from semrl_jax import models
 from semrl_jax.models.families import Family
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.support.errors import UserError
+from tests.cases import raised, refused
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
 
 SIZES = {
@@ -194,8 +195,7 @@ def test_hashes_equal_those_of_earlier_versions():
     ],
 )
 def test_unsupported_architectures_are_refused(model_type, change, message):
-    with pytest.raises(UserError, match=r"^config\.json: .*" + message):
-        models.config_from_hf(hf_config(model_type, **change))
+    refused(r"^config\.json: .*" + message, models.config_from_hf, hf_config(model_type, **change))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,7 @@ def test_unsupported_architectures_are_refused(model_type, change, message):
 )
 def test_options_the_family_does_not_have_are_refused(fields, message):
     config = models.config_from_hf(hf_config("qwen2"))
-    with pytest.raises(UserError, match=message):
-        dataclasses.replace(config, **fields)
+    refused(message, dataclasses.replace, config, **fields)
 
 
 OWN = "tests.models.own_family"
@@ -245,8 +244,7 @@ def test_a_family_of_another_package():
     ],
 )
 def test_a_wrong_family_is_named(family, message):
-    with pytest.raises(UserError, match=message):
-        models.config_from_hf(hf_config("llama"), family)
+    refused(message, models.config_from_hf, hf_config("llama"), family)
 
 
 def test_a_family_is_chosen_for_a_random_model():
@@ -268,8 +266,7 @@ def test_a_family_is_chosen_for_a_random_model():
     ],
 )
 def test_a_family_with_a_wrong_field_is_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        Family("mine", "MineForCausalLM", **wrong)
+    raised(ValueError, message, Family, "mine", "MineForCausalLM", **wrong)
 
 
 @pytest.mark.parametrize(("part", "name"), [("from_hf", "read"), ("to_hf", "write")])

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from semrl_jax import data, models
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.models.conftest import FAMILIES, make_pair
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -228,9 +228,7 @@ def test_harmless_extras_are_ignored(pair, tmp_path):
 def test_invalid_end_tokens_are_refused(tmp_path, content, message):
     for name in ("generation_config.json", "config.json"):
         (tmp_path / name).write_text(json.dumps(content))
-        with pytest.raises(UserError, match=rf"{name}.*{message}") as error:
-            models.eos_token_ids(tmp_path)
-        assert len(str(error.value)) < 500
+        assert len(refused(rf"{name}.*{message}", models.eos_token_ids, tmp_path)) < 500
         (tmp_path / name).unlink()
     os.mkfifo(tmp_path / "generation_config.json")
     refused("is no regular file", models.eos_token_ids, tmp_path)
@@ -360,9 +358,7 @@ def test_shards_that_do_not_fit_are_named(pair, tmp_path, change, message):
     index = json.loads(index_file.read_text())
     change(directory, index)
     index_file.write_text(json.dumps(index))
-    with pytest.raises(UserError, match=message) as error:
-        models.load_params(directory, config)
-    assert "\n" not in str(error.value)
+    refused(message, models.load_params, directory, config)
 
 
 def test_other_fields_of_the_original_config_are_kept(tmp_path):
@@ -409,8 +405,7 @@ def test_a_failed_save_leaves_the_old_directory(pair, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("semrl_jax.models.directory.write_tensors", full_disk)
-        with pytest.raises(OSError, match="no space"):
-            models.save_directory(*arguments)
+        raised(OSError, "no space", models.save_directory, *arguments)
     assert (tmp_path / "model" / "mark").read_text() == "old"
     models.save_directory(*arguments)
     assert not (tmp_path / "model" / "mark").exists()
@@ -494,9 +489,7 @@ def test_a_hub_that_does_not_answer_is_one_line(failure, tmp_path, monkeypatch):
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
     message = r"'owner/name' is no local dir.*hub did not give it.*give its dir"
-    with pytest.raises(UserError, match=message) as error:
-        models.find_directory("owner/name")
-    assert "\n" not in str(error.value)
+    refused(message, models.find_directory, "owner/name")
 
 
 MEASURE = """

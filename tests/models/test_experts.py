@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from semrl_jax import models
 from semrl_jax.models import experts as module
 from semrl_jax.models.experts import Kernels, mixture
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.models.test_sharding import mesh_of
 
 EXPERTS = models.Experts(8, 3, 6, normalize_weights=True)
@@ -134,8 +134,7 @@ def test_a_mesh_that_does_not_split_the_experts_is_refused(sizes, change, messag
         config = dataclasses.replace(CONFIG, model_type="qwen3", experts=None)
     else:
         config = dataclasses.replace(CONFIG, experts=dataclasses.replace(EXPERTS, **change))
-    with pytest.raises(UserError, match=message):
-        models.check_mesh(config, mesh_of(*sizes))
+    refused(message, models.check_mesh, config, mesh_of(*sizes))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from semrl_jax.models.hf_weights import layer_kernels
 from semrl_jax.models.lora import A, B, Dropout
 from semrl_jax.models.sharding import PARTITION_SPECS, partition_spec
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.models.conftest import make_pair
 
 CONFIG = models.DecoderConfig(
@@ -123,8 +124,7 @@ def test_mistakes_of_settings():
     names = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     for target in ("lm_head", "query", "*.bias"):
         expected = f"has {target!r}, which matches no linear module of a layer; choose from {names}"
-        with pytest.raises(UserError, match=re.escape(expected)):
-            peft.find_modules(CONFIG, [target])
+        refused(re.escape(expected), peft.find_modules, CONFIG, [target])
     with pytest.raises(UserError, match=r"lora.rank=17 must be at most 16 for self_attn.k_proj"):
         peft.check_rank(CONFIG, dataclasses.replace(LORA, rank=17))
 
@@ -278,7 +278,7 @@ def test_every_field_of_peft_is_supported_or_refused(copied):
             "other",
         ),
     }  # fmt: skip
-    refused = {
+    unsupported = {
         "peft_type": "IA3", "fan_in_fan_out": True, "modules_to_save": ["lm_head"],
         "layers_to_transform": 0, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
         "megatron_config": {"a": 1}, "trainable_token_indices": [0], "use_dora": True,
@@ -288,7 +288,7 @@ def test_every_field_of_peft_is_supported_or_refused(copied):
         "kasa_config": {"a": 1},
     }  # fmt: skip
     fields = {field.name for field in dataclasses.fields(library.LoraConfig)}
-    assert fields <= supported.keys() | refused.keys()
+    assert fields <= supported.keys() | unsupported.keys()
     # What PEFT writes by default is accepted, also with the other supported values.
     defaults = json.loads(json.dumps(library.LoraConfig().to_dict(), default=list))
     change_config(copied, **defaults)
@@ -296,10 +296,9 @@ def test_every_field_of_peft_is_supported_or_refused(copied):
     change_config(copied, **supported)
     found = peft.find_adapter(copied)
     assert (found.rank, found.alpha, found.rank_stabilized) == (5, 3.0, True)
-    for name, value in refused.items():
+    for name, value in unsupported.items():
         change_config(copied, **defaults | {"peft_type": "LORA", name: value})
-        with pytest.raises(UserError, match=f"{name}=.*(is not supported|must be 'LORA')"):
-            peft.find_adapter(copied)
+        refused(f"{name}=.*(is not supported|must be 'LORA')", peft.find_adapter, copied)
 
 
 def test_an_adapter_of_other_weights(saved, tmp_path):
@@ -307,16 +306,14 @@ def test_an_adapter_of_other_weights(saved, tmp_path):
     files = peft.find_adapter(saved / "adapter")
     with pytest.raises(UserError, match="is an adapter of other weights than those of owner/base"):
         peft.load_adapter(files, CONFIG, tmp_path / "base", "owner/base")
-    with pytest.raises(UserError, match=r"is no adapter: adapter_config\.json is missing"):
-        peft.find_adapter(tmp_path)
+    refused(r"is no adapter: adapter_config\.json is missing", peft.find_adapter, tmp_path)
 
 
 @pytest.mark.parametrize("name", [None, "", ["base"]])
 def test_an_adapter_without_a_base(name, copied):
     """The working directory is not taken for it."""
     change_config(copied, base_model_name_or_path=name)
-    with pytest.raises(UserError, match="base_model_name_or_path is missing or empty; set it"):
-        peft.find_adapter(copied).base()
+    refused("base_model_name_or_path is missing or empty; set it", peft.find_adapter(copied).base)
 
 
 TOKENS = np.arange(2, 22, dtype=np.int32).reshape(2, 10)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from semrl_jax import models
 from semrl_jax.models.sharding import activation_spec
 from semrl_jax.planning import hlo
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.models.caches import widened
 
 MESHES = (
@@ -69,15 +69,13 @@ def test_one_axis_takes_the_remaining_devices():
     ],
 )
 def test_mesh_that_does_not_fit_is_refused(sizes, message):
-    with pytest.raises(UserError, match=message):
-        models.make_mesh(dict(zip(models.AXES, sizes)))
+    refused(message, models.make_mesh, dict(zip(models.AXES, sizes)))
 
 
 def test_axis_that_does_not_divide_is_refused(policy):
     mesh = models.make_mesh({"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 8})
     params = {"embed": {"embedding": np.zeros((50, 32), np.float32)}}
-    with pytest.raises(UserError, match=r"mesh\.tensor=8 must divide the 50 rows"):
-        models.parameter_shardings(params, mesh)
+    refused(r"mesh\.tensor=8 must divide the 50 rows", models.parameter_shardings, params, mesh)
 
 
 def mesh_of(*sizes):
@@ -103,8 +101,7 @@ def test_activation_is_not_split_over_axes_that_do_not_divide():
 )
 def test_a_mesh_that_does_not_split_the_model_is_refused(policy, sizes, change, message):
     config = dataclasses.replace(policy.config, **change)
-    with pytest.raises(UserError, match=message):
-        models.check_mesh(config, mesh_of(*sizes))
+    refused(message, models.check_mesh, config, mesh_of(*sizes))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (2, 1, 2, 2), (1, 8, 1, 1), (1, 1, 8, 1)])

@@ -10,8 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from semrl_jax import models
 from semrl_jax.models.value_model import VALUE_HEAD
-from semrl_jax.support.errors import UserError
-from tests.cases import slow_after
+from tests.cases import refused, slow_after
 from tests.models.conftest import make_pair
 
 IDS = np.random.default_rng(0).integers(2, 90, (2, 9))
@@ -75,8 +74,7 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path):
     classifier(tmp_path, transformers.AutoModelForTokenClassification)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {"score.weight": np.zeros((2, 64), np.float32)}, file)
-    with pytest.raises(UserError, match=r"score.weight has shape \(2, 64\), not \(1, 64\)"):
-        load(tmp_path)
+    refused(r"score.weight has shape \(2, 64\), not \(1, 64\)", load, tmp_path)
 
 
 @pytest.mark.slow

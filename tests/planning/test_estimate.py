@@ -5,8 +5,8 @@ import pytest
 from configs import default
 from semrl_jax.planning import estimate, plan, report
 from semrl_jax.support.chips import find_cluster
-from semrl_jax.support.errors import UserError
-from tests.launch.conftest import run
+from tests.cases import refused
+from tests.launch.conftest import succeed
 from tests.planning.test_plan import needs_compiler, planned
 
 PARAMETERS = 494_032_768  # of Qwen2.5-0.5B
@@ -155,8 +155,7 @@ def test_what_does_not_fit_gets_advice(capsys):
     ],
 )
 def test_mistakes_are_one_line(topology, replica_nodes, fields, message):
-    with pytest.raises(UserError, match=message):
-        estimated(topology, replica_nodes, **fields)
+    refused(message, estimated, topology, replica_nodes, **fields)
 
 
 def test_a_cluster():
@@ -167,8 +166,7 @@ def test_a_cluster():
 
 def test_the_command_needs_no_gpu():
     flags = ("--config=configs/gsm8k_qwen2_5_0_5b.py", "--topology=h100:2x8", "--replica_nodes=1")
-    done = run("launch.plan", *flags)
-    assert done.returncode == 0, done.stderr
+    done = succeed("launch.plan", *flags)
     assert "h100:2x8 (estimated), h100:1x8 trains: 8 chips, fsdp 8" in done.stdout
     assert "replicas: 8 of 1 device(s), 64 of 64 responses side by side" in done.stdout
 

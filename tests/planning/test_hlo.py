@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from semrl_jax.planning import hlo
+from tests.cases import raised
 
 # The text of a TPU program: products are convolutions, loops have no known trip count, arrays with
 # S(1) are on the chip, and replica groups follow a mesh.
@@ -134,8 +135,7 @@ def test_scanned_layers_with_gradients_and_micro_batches(layers):
     shapes = [(layers, width, width), (micro, tokens, width)]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     text = jax.jit(update).lower(*arguments, jnp.int32(0)).compile().as_text()
-    with pytest.raises(ValueError, match="unknown length"):
-        hlo.read(text)
+    raised(ValueError, "unknown length", hlo.read, text)
     # Without the gradient of the first layer's input, where there is only one layer.
     found = hlo.read(text, passes=micro).dot_flops
     assert found in (k * micro * layers * 2 * tokens * width**2 for k in (2, 3))

@@ -11,7 +11,8 @@ from semrl_jax import models
 from semrl_jax.planning import plan, report, slice_programs
 from semrl_jax.support.chips import find_slice
 from semrl_jax.support.errors import UserError
-from tests.launch.conftest import run
+from tests.cases import refused
+from tests.launch.conftest import succeed
 
 TINY = {
     "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
@@ -50,8 +51,7 @@ def _compiler_is_here(monkeypatch):
 def test_mistakes_before_any_work(fields, topology, message):
     config = config_of()
     config.update_from_flattened_dict(fields)
-    with pytest.raises(UserError, match=message):
-        plan.check(config, topology)
+    refused(message, plan.check, config, topology)
 
 
 def test_a_mesh_that_does_not_fill_the_slice(monkeypatch):
@@ -71,8 +71,7 @@ def test_the_state_of_adapters_is_that_of_the_base():
 
 def test_without_the_compiler_the_line_has_the_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install -e '.\[tpu\]'"):
-        slice_programs.check_compiler()
+    refused(r"pip install -e '.\[tpu\]'", slice_programs.check_compiler)
 
 
 def test_the_weights_of_the_decode_program_have_single_layers():
@@ -165,8 +164,7 @@ def planned(path, topology, *flags, fields=TINY):
     }  # fmt: skip
     flags = [*(f"--config.{name}={value}" for name, value in settings.items()), *flags]
     command = "launch.plan", "--config=configs/default.py", f"--topology={topology}", "--json"
-    done = run(*command, *flags, timeout=600)  # three programs, on a busy machine
-    assert done.returncode == 0, done.stderr
+    done = succeed(*command, *flags, timeout=600)  # three programs, on a busy machine
     return json.loads(done.stdout)
 
 

@@ -16,7 +16,7 @@ from semrl_jax.rewards.function import (
     error_text,
     load_function,
 )
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 
 class Float(float):
@@ -147,8 +147,7 @@ def four(response, reference, row, other):
 
 
 def test_a_function_of_four_arguments_is_refused():
-    with pytest.raises(UserError, match=r"or four\(response, reference, row\): .*'other'"):
-        load_function(f"{__name__}:four")
+    refused(r"or four\(response, reference, row\): .*'other'", load_function, f"{__name__}:four")
 
 
 OF_A_PROGRAM = """

@@ -16,6 +16,7 @@ from semrl_jax.rewards import Verdict, VerifierPool, verifier_pool
 from semrl_jax.rewards.verdict import weighted_verdict, with_model_score
 from semrl_jax.settings.rewards import MAX_SCORE, reward_functions
 from semrl_jax.support.errors import UserError
+from tests.cases import raised, refused
 from tests.running import is_running, wait_until
 
 HERE = pathlib.Path(__file__).parent
@@ -180,8 +181,7 @@ def test_hung_job_does_not_delay_the_others():
         assert not hung.done()
         closing = time.monotonic()
     assert time.monotonic() - closing < 15.0  # closing does not wait for a running job
-    with pytest.raises(RuntimeError, match="closed"):
-        hung.result(timeout=0)
+    raised(RuntimeError, "closed", hung.result, timeout=0)
 
 
 def test_close_leaves_no_process_and_no_open_future():
@@ -193,8 +193,7 @@ def test_close_leaves_no_process_and_no_open_future():
         futures = [pool.submit("hang", "") for _ in range(6)]
     assert all(isinstance(future.exception(timeout=0), RuntimeError) for future in futures)
     assert not any(is_running(pid) for pid in pids)
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.submit("7", "7").result(timeout=0)
+    raised(RuntimeError, "closed", pool.submit("7", "7").result, timeout=0)
     pool.close()
 
 
@@ -252,17 +251,14 @@ def test_bad_function_is_the_users_error_at_the_start(function, message):
 def test_validate_tries_the_function_on_one_example(obey):
     assert obey.validate("7", "7") == RIGHT
     for command in ("nan", "raise", "hang"):
-        with pytest.raises(UserError, match=r"rewards\.function='hostile:obey' failed on"):
-            obey.validate(command, "7")
+        refused(r"rewards\.function='hostile:obey' failed on", obey.validate, command, "7")
 
 
 def test_workers_that_never_start_fail_the_pool():
     with VerifierPool(num_workers=1, memory_limit_gib=0.01) as pool:
         future = pool.submit("7", "7")
-        with pytest.raises(RuntimeError, match="failed to start 3 times in a row"):
-            future.result(timeout=30)
-        with pytest.raises(RuntimeError, match="failed to start"):
-            pool.wait_ready()
+        raised(RuntimeError, "failed to start 3 times in a row", future.result, timeout=30)
+        raised(RuntimeError, "failed to start", pool.wait_ready)
 
 
 def test_bad_limits_are_the_users_error():
@@ -278,8 +274,7 @@ def test_bad_limits_are_the_users_error():
         ({"function": ":name"}, r"rewards\.function=':name' must be"),
         ({"memory_limit_gib": -1.0}, r"rewards\.memory_limit_gib=-1"),
     ]:
-        with pytest.raises(UserError, match=message):
-            VerifierPool(**settings)
+        refused(message, VerifierPool, **settings)
 
 
 def test_hung_worker_dies_with_a_killed_parent(tmp_path):

@@ -17,6 +17,7 @@ from semrl_jax.runs import train
 from semrl_jax.runs.lifecycle import EXIT_PREEMPTED
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.learner import Learner
+from tests.cases import refused
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.launch.comparison import restore_on_host
 from tests.tiny import tiny_config
@@ -205,14 +206,13 @@ def test_a_failure_in_the_other_thread_ends_the_run_with_its_reason(tmp_path, co
     config.evaluation.every_steps = 0  # one would wait for the batch that fails
     generate = RolloutClient.generate
 
-    def refused(self, requests, *args, **options):
+    def refusing(self, requests, *args, **options):
         if requests[0].sample_id.startswith("train/3/"):
             raise UserError("the replica refuses the token")
         return generate(self, requests, *args, **options)
 
-    monkeypatch.setattr(RolloutClient, "generate", refused)
-    with pytest.raises(UserError, match="refuses the token"):
-        train(config, str(tmp_path / "run"))
+    monkeypatch.setattr(RolloutClient, "generate", refusing)
+    refused("refuses the token", train, config, str(tmp_path / "run"))
     assert "sampling" not in {thread.name for thread in threading.enumerate()}
     assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1, 2]
     monkeypatch.setattr(RolloutClient, "generate", generate)

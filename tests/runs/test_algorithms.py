@@ -12,6 +12,7 @@ from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop
+from tests.cases import refused
 from tests.fixtures import read_rows, stable
 from tests.launch.comparison import restore_on_host
 
@@ -141,8 +142,7 @@ def test_the_mismatch_is_of_the_responses_that_are_trained_on(config, tmp_path, 
 
 def test_a_reward_below_0_ends_a_run_of_max_likelihood(config, tmp_path):
     config.algorithms.name, config.rewards.function = "max_likelihood", "tests.verifiers:by_sign"
-    with pytest.raises(UserError, match="a response or turn has the reward -1, but"):
-        train(config, str(tmp_path / "run"))
+    refused("a response or turn has the reward -1, but", train, config, str(tmp_path / "run"))
 
 
 def test_a_critic_whose_updates_are_not_finite_ends_the_run(
@@ -191,8 +191,7 @@ def test_a_run_with_a_teacher(exact, config, tmp_path, rewarded):
     assert row["policy/grad_norm"] > 0 and row["policy/update_skipped"] == 0
     assert (row["advantage/min"] < 0) != exact and np.isfinite(row["policy/kl"])
     config.model.reference_path = ""
-    with pytest.raises(UserError, match="reference_path"):
-        train(config, str(tmp_path / "run"))
+    refused("reference_path", train, config, str(tmp_path / "run"))
 
 
 def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
@@ -212,8 +211,7 @@ def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
     row = read_rows(tmp_path / "run")[0]
     assert row["critic/explained_variance"] != 0 and row["critic/update_skipped"] == 0
     save_file(load_file(file) | {"score.weight": np.full((1, 16), 0.25, np.float32)}, file)
-    with pytest.raises(UserError, match="began with other critic"):
-        train(config, str(tmp_path / "run"))
+    refused("began with other critic", train, config, str(tmp_path / "run"))
     config.algorithms.name, config.algorithms.advantage.gae_lambda = "reinforce_plus_plus", 1.0
     with pytest.raises(UserError, match=r"critic.path is not read with .*'reinforce_plus_plus'"):
         train(config, str(tmp_path / "other"))

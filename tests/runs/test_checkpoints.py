@@ -37,7 +37,7 @@ from semrl_jax.training.train_state import (
     init_state,
     init_trained,
 )
-from tests.cases import refused, slow_after
+from tests.cases import raised, refused, slow_after
 from tests.training.recorded import record
 
 MESH = {"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
@@ -606,6 +606,5 @@ def test_an_error_that_the_disk_did_not_cause_is_raised(tmp_path, state, monkeyp
     warnings = []
     checkpoints = Checkpoints(tmp_path, keep=2, warn=warnings.append)
     checkpoints.save(at_step(state, 1))
-    with pytest.raises(TypeError, match="a defect"):
-        checkpoints.wait()
+    raised(TypeError, "a defect", checkpoints.wait)
     assert not warnings

@@ -10,6 +10,7 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs import lifecycle
 from semrl_jax.runs.consistency import check_same, function_hash
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.tiny import tiny_config
 
 
@@ -21,8 +22,7 @@ def test_both_processes_report_a_refusal_and_neither_counts_as_lost(pair, monkey
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(lifecycle.train, config, str(tmp_path / "run")) for config in configs]
         for call in calls:
-            with pytest.raises(UserError, match="learning_rate=0"):
-                call.result(timeout=60)
+            refused("learning_rate=0", call.result, timeout=60)
     deadline = time.monotonic() + 10
     # Each process sends "bye" before it disconnects, so the other does not count it as lost.
     while not all(link.left for peers in pair for link in peers._links.values()):
@@ -36,8 +36,7 @@ def test_the_phase_timeout_must_exceed_the_call_timeout():
     config.distributed.update(coordinator="127.0.0.1:9", num_processes=2, process_id=1)
     assert config.distributed.phase_timeout_s > config.rollout.call_timeout_s  # the defaults
     config.rollout.call_timeout_s = config.distributed.phase_timeout_s
-    with pytest.raises(UserError, match="phase_timeout_s=10800 must be above"):
-        lifecycle.join_others(config, {})
+    refused("phase_timeout_s=10800 must be above", lifecycle.join_others, config, {})
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from semrl_jax.runs.dry_run import Summary, _check_run, dry_run
 from semrl_jax.runs.workdir import check_workdir, open_workdir
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 Usage = collections.namedtuple("Usage", "total used free")
 
@@ -33,17 +34,14 @@ def test_a_directory_is_looked_at_without_a_change(config, tmp_path):
     path = tmp_path / "run"
     assert not check_workdir(str(path), config, {}) and not path.exists()
     workdir = open_workdir(str(path), config)
-    with pytest.raises(UserError, match="still runs"):
-        check_workdir(str(path), config, {})
+    refused("still runs", check_workdir, str(path), config, {})
     workdir.check_inputs({"data": "a"})
     workdir.close()
     before = sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())
     assert check_workdir(str(path), config, {"data": "a"})
-    with pytest.raises(UserError, match="began with other data"):
-        check_workdir(str(path), config, {"data": "b"})
+    refused("began with other data", check_workdir, str(path), config, {"data": "b"})
     config.seed = 1
-    with pytest.raises(UserError, match="another config"):
-        check_workdir(str(path), config, {})
+    refused("another config", check_workdir, str(path), config, {})
     assert before == sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())
 
 
@@ -67,8 +65,7 @@ def test_a_dry_run_checks_and_writes_nothing(config, tmp_path, capsys, monkeypat
     ):
         wrong = config.copy_and_resolve_references()
         wrong.update_from_flattened_dict({field: value, "rollout.connect_timeout_s": 1.0})
-        with pytest.raises(UserError, match=message):
-            dry_run(wrong, str(workdir))
+        refused(message, dry_run, wrong, str(workdir))
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,7 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.models import directory as model_files
 from semrl_jax.runs.setup import record_inputs
 from semrl_jax.runs.workdir import open_workdir
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 SIZE = 2 * 2**20
 SAMPLES = model_files.NUM_SAMPLES * model_files.SAMPLE_BYTES  # per file, start and process
@@ -105,8 +105,7 @@ def test_other_weights_do_not_resume(change, workdir, model, read_bytes):
     start(workdir, model, read_bytes)
     change(model)
     for _ in range(2):  # a second attempt does not accept them
-        with pytest.raises(UserError, match="began with other weights"):
-            start(workdir, model, read_bytes)
+        refused("began with other weights", start, workdir, model, read_bytes)
 
 
 def test_one_process_reads_all_weights_and_the_others_compare_samples(

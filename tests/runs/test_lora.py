@@ -18,6 +18,7 @@ from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop
+from tests.cases import refused
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.launch.comparison import restore_on_host
 from tests.runs.test_algorithms import PPO, RUNS
@@ -129,8 +130,7 @@ def test_commands_read_runs_and_adapters(finished, tmp_path, capsys):
         source.check(policy)
         params = source.params(policy, models.make_mesh(config.mesh.to_dict()))
         assert modules_with_adapters(params["layers"])
-    with pytest.raises(UserError, match="is an adapter: leave out"):
-        convert(tmp_path / "adapter", tmp_path / "no", step=3)
+    refused("is an adapter: leave out", convert, tmp_path / "adapter", tmp_path / "no", step=3)
     plain = tmp_path / "plain"
     convert(tmp_path / "merged", plain)
     with pytest.raises(UserError, match=r"--adapter: checkpoint .* has no adapters"):
@@ -193,14 +193,12 @@ def test_mistakes_of_settings(tmp_path):
         ({"lora.path": "a"}, "lora.path='a' needs its base"),
         ({"model.reference_dtype": "bfloat16"}, "model.reference_dtype='bfloat16' is not read"),
     ):
-        with pytest.raises(UserError, match=message):
-            validate(lora_config(**fields))
+        refused(message, validate, lora_config(**fields))
     for fields, message in (
         ({"lora.targets": ("c_attn",)}, "lora.targets has 'c_attn', which matches no linear mod"),
         ({"lora.rank": 17}, "lora.rank=17 must be at most 16"),
     ):
-        with pytest.raises(UserError, match=message):
-            train(lora_config(**fields), str(tmp_path / "run"))
+        refused(message, train, lora_config(**fields), str(tmp_path / "run"))
         assert not (tmp_path / "run").exists()
 
 

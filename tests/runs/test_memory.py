@@ -15,6 +15,7 @@ from semrl_jax.runs.inputs import Inputs
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import NONE, PassPlan
+from tests.cases import refused
 
 
 def inputs_of(config, mesh, critic=False):
@@ -166,8 +167,7 @@ def test_a_model_that_does_not_fit_is_refused_before_files_are_written(
     loaded = []
     monkeypatch.setattr("semrl_jax.runs.setup.starting_directory", lambda *_: loaded.append(1))
     for work in (train, dry_run):
-        with pytest.raises(UserError, match="training needs at least"):
-            work(config, str(tmp_path / "run"))
+        refused("training needs at least", work, config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists() and not loaded
 
 

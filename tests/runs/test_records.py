@@ -25,11 +25,11 @@ from semrl_jax.sampling.batch_scalars import (
     batch_scalars,
 )
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows
 from semrl_jax.training.probes.mismatch import logprob_mismatch, state_differences
 from semrl_jax.training.rollout_batch import bucket, pad_batch
 from semrl_jax.types import FINISH_REASONS, SamplingParams
+from tests.cases import refused
 from tests.fixtures import make_scored
 from tests.launch.comparison import logged_events
 
@@ -326,8 +326,7 @@ def test_padding_matches_values_written_by_hand():
 def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
     first = open_workdir(str(tmp_path / "run"), config)
     assert not first.resumed
-    with pytest.raises(UserError, match="belongs to a run that still runs"):
-        open_workdir(str(tmp_path / "run"), config)
+    refused("belongs to a run that still runs", open_workdir, str(tmp_path / "run"), config)
     first.close()
     config.training.num_steps = 7
     second = open_workdir(str(tmp_path / "run"), config)
@@ -336,8 +335,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
     assert second.changed == ("training.num_steps: 3 -> 7",)
     second.close()
     config.seed = 5
-    with pytest.raises(UserError, match=r"another config \(seed: 0 -> 5\)"):
-        open_workdir(str(tmp_path / "run"), config)
+    refused(r"another config \(seed: 0 -> 5\)", open_workdir, str(tmp_path / "run"), config)
 
 
 def test_a_run_older_than_a_setting_had_its_default(config, tmp_path):

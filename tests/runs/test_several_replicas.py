@@ -10,7 +10,7 @@ from semrl_jax.models.of_config import build_policy
 from semrl_jax.rollout.building import jax_engine
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.runs import train
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.fixtures import read_rows, stable
 from tests.launch.comparison import restore_on_host
 from tests.rollout.embedded import EmbeddedReplica
@@ -104,6 +104,5 @@ def test_replicas_that_join_leave_and_fail(config, start, tmp_path, monkeypatch,
 
 def test_a_file_that_cannot_be_used_at_the_start_is_refused(config, tmp_path):
     config.rollout.addresses_file = str(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"rollout\.addresses_file=.*cannot be read"):
-        train(config, str(tmp_path / "run"))
+    refused(r"rollout\.addresses_file=.*cannot be read", train, config, str(tmp_path / "run"))
     assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ from semrl_jax.runs.policies import find_policies
 from semrl_jax.runs.workdir import check_workdir, open_workdir
 from semrl_jax.sampling.prompt_sources import check_prompts, prompts_of_files, training_prompts
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.data.test_encoding import make_tokenizer, write
 from tests.fixtures import save_model
 from tests.tiny import tiny_config
@@ -157,11 +158,9 @@ def test_a_run_from_before_the_default_is_resumed_if_its_data_are_the_same(confi
     assert workdir.changed == ("data.add_special_tokens: False -> True",)
     workdir.check_inputs({"data": "a"})
     since = "began with other data .*; changed since: data.add_special_tokens: False -> True"
-    with pytest.raises(UserError, match=since):
-        workdir.check_inputs({"special tokens before a prompt": "1", "data": "b"})
+    refused(since, workdir.check_inputs, {"special tokens before a prompt": "1", "data": "b"})
     workdir.close()
-    with pytest.raises(UserError, match=since):
-        check_workdir(str(tmp_path / "run"), config, {"data": "b"})
+    refused(since, check_workdir, str(tmp_path / "run"), config, {"data": "b"})
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from semrl_jax.runs.records import MetricWriter
 from semrl_jax.runs.trackers import Kept, check_trackers
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.launch.conftest import ROOT
 
 ROW = {"reward/mean": 0.5, "eval/a/greedy_accuracy": 0.25}
@@ -76,16 +76,14 @@ def test_a_missing_package_is_named(config, monkeypatch, tmp_path):
     check_trackers(config.logging)
     config.logging.wandb = "mine"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"logging\.wandb='mine' needs: pip install wandb; or"):
-        check_trackers(config.logging)
+    refused(r"logging\.wandb='mine' needs: pip install wandb; or", check_trackers, config.logging)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)  # a directory that wandb leaves is no package
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "trackio").mkdir()
     if getattr(importlib.util.find_spec("trackio"), "origin", None) is None:
         config.logging.wandb, config.logging.trackio = "", "mine"
-        with pytest.raises(UserError, match=r"logging\.trackio='mine' needs"):
-            check_trackers(config.logging)
+        refused(r"logging\.trackio='mine' needs", check_trackers, config.logging)
 
 
 PROGRAM = """

@@ -23,6 +23,7 @@ from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training import loop
 from semrl_jax.training.learner import Learner
+from tests.cases import raised, refused
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.oracles import algorithms as oracle
 from tests.tiny import tiny_config
@@ -103,8 +104,7 @@ def test_a_run_writes_all_files_that_tools_read(warm_run):
     before = (workdir / "metrics.jsonl").read_bytes()
     config = warm_config()
     config.training.num_steps = 2
-    with pytest.raises(UserError, match="num_steps=2 is less than the 3 finished"):
-        train(config, str(workdir))
+    refused("num_steps=2 is less than the 3 finished", train, config, str(workdir))
     assert (workdir / "metrics.jsonl").read_bytes() == before
     assert (workdir / "config.json").exists()
 
@@ -247,8 +247,7 @@ def test_a_run_that_ends_early_is_kept_with_a_report(
         raise OSError("no font")
 
     monkeypatch.setattr(Sampler, "sync_weights", ended)
-    with pytest.raises(UserError, match="refuses the token"):
-        train(config, str(workdir))
+    refused("refuses the token", train, config, str(workdir))
     assert [row["step"] for row in read_rows(workdir)] == [0]
     assert '"steps":[0]' in (workdir / "report.html").read_text()
     monkeypatch.setattr(run, "write_report", not_drawn)
@@ -398,8 +397,7 @@ def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
     monkeypatch.setattr(loop, "assign_credit", spoiled)
     config.training.prompts_per_minibatch = 4
     config.training.max_skipped_updates = 2
-    with pytest.raises(RuntimeError, match="2 updates in a row was not finite"):
-        train(config, str(tmp_path / "run"))
+    raised(RuntimeError, "2 updates in a row was not finite", train, config, str(tmp_path / "run"))
     rows = read_rows(tmp_path / "run")
     assert len(rows) == 1 and rows[0]["policy/update_skipped"] == 1
     saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")

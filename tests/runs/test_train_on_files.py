@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
-from tests.cases import slow_after
+from tests.cases import refused, slow_after
 from tests.fixtures import read_rows, save_chat_model, stable
 from tests.tiny import tiny_config
 
@@ -165,9 +165,7 @@ def test_a_model_that_cannot_be_used_is_named(mistake, kl_coefficient, config, m
     spoil, message = MODELS[mistake]
     config.algorithms.loss.kl_coefficient = kl_coefficient  # 0: there is no reference to load
     config.model.path = spoil(model, tmp_path)
-    with pytest.raises(UserError, match=message) as caught:
-        train(config, str(tmp_path / "run"))
-    assert "\n" not in str(caught.value)
+    refused(message, train, config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -187,9 +185,7 @@ def test_a_prompt_file_that_cannot_be_used_is_named(mistake, config, problems, t
     problems.unlink()
     if text is not None:
         problems.write_text(text + "\n" if text else "")
-    with pytest.raises(UserError, match=message) as caught:
-        train(config, str(tmp_path / "run"))
-    assert "\n" not in str(caught.value)
+    refused(message, train, config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -202,9 +198,7 @@ VERIFIERS = {
 @pytest.mark.parametrize("function", VERIFIERS)
 def test_a_verifier_that_cannot_work_stops_the_run_before_it_starts(function, config, tmp_path):
     config.rewards.function = function
-    with pytest.raises(UserError, match=VERIFIERS[function]) as caught:
-        train(config, str(tmp_path / "run"))
-    assert "rewards.function=" in str(caught.value)
+    assert "rewards.function=" in refused(VERIFIERS[function], train, config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -215,8 +209,7 @@ def test_changed_data_or_weights_of_another_shape_do_not_resume(config, model, t
     workdir = tmp_path / "run"
     assert train(config, str(workdir)) == 0
     config.data.files = (str(write_problems(tmp_path / "apples.jsonl", QUESTIONS[:5])),)
-    with pytest.raises(UserError, match="began with other data"):
-        train(config, str(workdir))
+    refused("began with other data", train, config, str(workdir))
     assert (workdir / "config.json").exists()  # an existing run is kept
 
 
@@ -245,8 +238,7 @@ def test_a_verifier_gets_the_rows_in_training_evaluation_and_a_resumed_run(
     assert first["eval/apples/greedy_accuracy"] == 2 / 4
     config.training.num_steps = 2
     write_rows(bonus=200.0)
-    with pytest.raises(UserError, match="began with other columns of the data"):
-        train(config, str(tmp_path / "run"))
+    refused("began with other columns of the data", train, config, str(tmp_path / "run"))
     write_rows()
     assert train(config, str(tmp_path / "run")) == 0
     assert read_rows(tmp_path / "run")[1]["reward/min"] == 100

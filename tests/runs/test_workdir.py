@@ -9,6 +9,7 @@ from configs import recorded
 from semrl_jax.runs.workdir import open_workdir, versions
 from semrl_jax.settings.moved import REMOVED
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 
 def test_the_same_command_works_after_a_replica_did_not_start(config, tmp_path):
@@ -91,8 +92,7 @@ RECORD = '{"run_id": "a", "config": {"seed": %s}}'
 )
 def test_an_invalid_config_file_is_named_and_nothing_is_written(config, tmp_path, content, message):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=rf"config\.json .*{message}.*name another workdir"):
-        open_workdir(str(tmp_path), config)
+    refused(rf"config\.json .*{message}.*name another workdir", open_workdir, str(tmp_path), config)
     assert everything_in(tmp_path) == ["config.json"]
 
 
@@ -112,8 +112,7 @@ def test_nothing_is_written_through_a_link(config, tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(target)
     if name == ".lock":
-        with pytest.raises(UserError, match=r"\.lock is a symbolic link"):
-            open_workdir(str(tmp_path / "run"), config)
+        refused(r"\.lock is a symbolic link", open_workdir, str(tmp_path / "run"), config)
     else:
         open_workdir(str(tmp_path / "run"), config).close()
         record = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -123,8 +122,7 @@ def test_nothing_is_written_through_a_link(config, tmp_path, name):
 
 def test_a_directory_with_the_name_of_a_file_is_refused(config, tmp_path):
     (tmp_path / "config.writing").mkdir()
-    with pytest.raises(UserError, match=r"config\.writing is a directory"):
-        open_workdir(str(tmp_path), config)
+    refused(r"config\.writing is a directory", open_workdir, str(tmp_path), config)
 
 
 def test_a_refused_run_does_not_keep_the_directory_locked(config, tmp_path):
@@ -141,15 +139,13 @@ def test_a_refused_run_does_not_keep_the_directory_locked(config, tmp_path):
 
 def test_an_object_store_is_no_directory(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="workdir=gs://bucket/run must be a directory"):
-        open_workdir("gs://bucket/run", config)
+    refused("workdir=gs://bucket/run must be a directory", open_workdir, "gs://bucket/run", config)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_whose_name_only_resembles_a_replicas_is_foreign(config, tmp_path):
     (tmp_path / "replica_of_the_mona_lisa").mkdir()
-    with pytest.raises(UserError, match="is not empty and has no config"):
-        open_workdir(str(tmp_path), config)
+    refused("is not empty and has no config", open_workdir, str(tmp_path), config)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.probes.staleness import staleness
 from semrl_jax.types import VersionSpan, WeightVersion
+from tests.cases import refused
 from tests.fixtures import make_scored
 from tests.rollout.fake_engine import FakeEngine
 from tests.sampling.parts import ARCHITECTURE, made, sampler_of
@@ -46,8 +47,7 @@ def test_a_correction_needs_the_log_probabilities_of_the_engine(config):
     replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
     silent = dataclasses.replace(replica, logprob_kinds=())
     replicas._check_limits(dataclasses.replace(replica, logprob_kinds=("sampling",)), config)
-    with pytest.raises(UserError, match=r"no log-probabilities, .* corrects by 'token'"):
-        replicas._check_limits(silent, config)
+    refused(r"no log-probabilities, .* corrects by 'token'", replicas._check_limits, silent, config)
     config.algorithms.importance.level_ahead = "none"
     replicas._check_limits(silent, config)
 

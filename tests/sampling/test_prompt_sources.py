@@ -17,6 +17,7 @@ from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import Rollout
+from tests.cases import refused
 from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config
 
@@ -52,8 +53,7 @@ def test_a_missing_file_is_named_with_its_field(config, tmp_path):
     check_files(config)
     for section, other in (("evaluation", f"{there}:name=x"), ("data", there)):
         config[section].files = (here, other)
-        with pytest.raises(UserError, match=f"^{section}.files: prompt file '{there}' does not"):
-            check_files(config)
+        refused(f"^{section}.files: prompt file '{there}' does not", check_files, config)
 
 
 def test_each_file_has_its_own_settings(config, tmp_path):
@@ -93,15 +93,12 @@ MISTAKES = {
 
 @pytest.mark.parametrize("entry", MISTAKES)
 def test_a_mistake_in_a_setting_names_the_file_and_the_field(entry, config, tmp_path):
-    with pytest.raises(UserError, match=f"evaluation.files='.*/{entry}': {MISTAKES[entry]}") as e:
-        read(config, tmp_path, entry)
-    assert "\n" not in str(e.value)
+    refused(f"evaluation.files='.*/{entry}': {MISTAKES[entry]}", read, config, tmp_path, entry)
 
 
 def test_settings_are_checked_before_anything_is_started(config):
     config.evaluation.files = ("nowhere.jsonl:answer=####",)
-    with pytest.raises(UserError, match="'answer' is not a setting of a file"):
-        validate(config)
+    refused("'answer' is not a setting of a file", validate, config)
 
 
 def test_two_files_with_one_name_are_refused_with_a_way_out(config, tmp_path):

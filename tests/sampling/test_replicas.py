@@ -17,6 +17,7 @@ from semrl_jax.runs import train
 from semrl_jax.sampling import replicas
 from semrl_jax.settings import rollout as rollout_settings
 from semrl_jax.support.errors import Preempted, UserError
+from tests.cases import refused
 from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 
@@ -35,9 +36,7 @@ def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     able = dataclasses.replace(old, metric_kinds=("curvature", "effective_rank"))
     replicas._check_limits(able, config)
     partly = dataclasses.replace(old, metric_kinds=("effective_rank",))
-    with pytest.raises(UserError, match="has 'curvature'; start the replica with this") as caught:
-        replicas._check_limits(partly, config)
-    assert "\n" not in str(caught.value)
+    refused("has 'curvature'; start the replica with this", replicas._check_limits, partly, config)
 
 
 def test_a_replica_that_would_ignore_penalties_is_refused(config):
@@ -49,8 +48,7 @@ def test_a_replica_that_would_ignore_penalties_is_refused(config):
         replicas._check_limits(new, own)
         old = dataclasses.replace(new, protocol_minor=4)
         replicas._check_limits(old, config)
-        with pytest.raises(UserError, match=f"min_tokens of config.{field.partition('.')[0]}"):
-            replicas._check_limits(old, own)
+        refused(f"min_tokens of config.{field.partition('.')[0]}", replicas._check_limits, old, own)
 
 
 def test_a_replica_that_cannot_sleep_is_refused(config):
@@ -128,8 +126,7 @@ def test_an_address_that_is_named_twice_is_refused(config, tmp_path):
     """Two processes could get one entry each and both use the replica."""
     replicas.check_addresses(("127.0.0.1:1", "127.0.0.1:2"))
     config.rollout.addresses = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:1")
-    with pytest.raises(UserError, match=r"names '127\.0\.0\.1:1' more than once"):
-        train(config, str(tmp_path / "run"))
+    refused(r"names '127\.0\.0\.1:1' more than once", train, config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -157,9 +154,7 @@ def test_a_file_of_addresses_that_cannot_be_used(tmp_path, content, expected):
     file = tmp_path / "replicas"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(UserError, match=f"rollout.addresses_file=.*{expected}") as caught:
-        replicas.read_addresses(str(file))
-    assert "\n" not in str(caught.value)
+    refused(f"rollout.addresses_file=.*{expected}", replicas.read_addresses, str(file))
 
 
 def test_a_file_and_a_list_of_addresses_exclude_each_other(config):

@@ -3,10 +3,10 @@
 import dataclasses
 
 import numpy as np
-import pytest
 
 from semrl_jax.runs import validate
 from semrl_jax.sampling.batch_rewards import group_rewards, overlong_penalty, turn_rewards
+from tests.cases import raised
 from tests.fixtures import make_scored
 
 
@@ -78,5 +78,4 @@ def test_long_responses_lose_reward(config):
     np.testing.assert_array_equal(group_rewards(scored, config, 0), plain)
     config.shaping.target = "none"
     config.algorithms.batch_rules.overlong_tokens = 2 * length + 1
-    with pytest.raises(ValueError, match=r"overlong_tokens=\d+ must be at most rollout.max_resp"):
-        validate(config)
+    raised(ValueError, r"overlong_tokens=\d+ must be at most rollout.max_resp", validate, config)

@@ -22,7 +22,7 @@ from semrl_jax.sampling.scoring import UNGRADED, Scored, score_and_measure
 from semrl_jax.sampling.weights import Weights
 from semrl_jax.support.clock import Clock
 from semrl_jax.types import TURN_METRICS, WeightVersion
-from tests.cases import slow_after
+from tests.cases import raised, slow_after
 from tests.fixtures import make_scored
 from tests.oracles import metrics as oracle
 from tests.sampling.parts import sampler_of
@@ -307,8 +307,7 @@ def test_an_error_reaches_every_future_of_the_call():
         pending = [measurer.submit(np.ones((4, 16), np.float32)) for _ in range(2)]
         measurer.flush()
         for future in pending:
-            with pytest.raises(ValueError, match="window='none'"):
-                future.result(timeout=60)
+            raised(ValueError, "window='none'", future.result, timeout=60)
 
 
 def test_a_response_that_cannot_be_measured_does_not_affect_others():
@@ -360,8 +359,7 @@ def test_closing_leaves_no_future_pending(monkeypatch):
     assert not pending and all(future.cancelled() for future in done)
     assert queued[1].cancelled()
     for submit, argument in ((measurer.submit, states), (measurer.submit_batch, states[None, :1])):
-        with pytest.raises(RuntimeError, match="this Measurer is closed"):
-            submit(argument)
+        raised(RuntimeError, "this Measurer is closed", submit, argument)
     measurer.flush()
     measurer.close()
 

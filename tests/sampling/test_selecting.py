@@ -21,7 +21,7 @@ from semrl_jax.sampling.selecting import Selecting, TooFewGroups, sample_until_k
 from semrl_jax.sampling.source import Now, Rounds
 from semrl_jax.sampling.weights import Weights
 from semrl_jax.support.clock import Clock
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 from tests.fixtures import make_scored, read_rows, stable
 from tests.sampling.parts import sampler_of
 
@@ -173,8 +173,7 @@ def test_a_group_of_one_cannot_be_kept(config):
     config.rollout.group_size = 1
     validate(config)
     config.algorithms.batch_rules.max_sampling_rounds = 2
-    with pytest.raises(UserError, match="max_sampling_rounds=2 keeps groups with unequal rewards"):
-        validate(config)
+    refused("max_sampling_rounds=2 keeps groups with unequal rewards", validate, config)
 
 
 PROMPTS = PromptDataset(

@@ -1,8 +1,7 @@
 """Options are read from the files of the algorithms."""
 
-import pytest
-
 from semrl_jax.settings import declared
+from tests.cases import raised
 
 TEXT = """
 class Options:
@@ -18,5 +17,4 @@ def test_two_algorithms_may_share_an_option_but_not_its_name(tmp_path, monkeypat
     assert field.name == "scale" and field.default == 1.0
     assert field.metadata["setting"].meaning.startswith("first, second: ")
     (tmp_path / "second.py").write_text(TEXT.format(default=2.0))
-    with pytest.raises(ValueError, match=r"first, second of .* declare the option 'scale'"):
-        declared.declared_options()
+    raised(ValueError, r"first, second of .* declare the option 'scale'", declared.declared_options)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import shaping
+from tests.cases import raised
 from tests.oracles import shaping as oracle
 from tests.shaping import by_name
 
@@ -291,8 +292,7 @@ def test_wrong_types_are_refused(options, message, unannotated):
 
 def test_an_option_is_no_traced_array(unannotated):
     traced = jax.jit(lambda kappa: by_name.reward_bonus(METRICS, state_with(), kappa=kappa))
-    with pytest.raises(ValueError, match="close over it or name it in static_argnames"):
-        traced(2.0)
+    raised(ValueError, "close over it or name it in static_argnames", traced, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,7 @@ def test_metrics_of_a_wrong_shape_are_refused(broken, message, unannotated):
         lambda metrics: by_name.reward_bonus(metrics, state_with()),
         lambda metrics: by_name.update_shaping_state(state_with(), metrics),
     ):
-        with pytest.raises(ValueError, match=message):
-            call(METRICS | broken)
+        raised(ValueError, message, call, METRICS | broken)
 
 
 def test_a_mask_that_is_no_bool_is_refused(unannotated):
@@ -326,8 +325,7 @@ def test_states_and_rewards_that_do_not_fit_are_refused(unannotated):
         by_name.update_shaping_state(state_with(), METRICS, guidance="curvature")
     with pytest.raises(ValueError, match=r"mean_reward has shape \(2,\)"):
         by_name.update_shaping_state(state_with(), METRICS, mean_reward=np.ones(2, np.float32))
-    with pytest.raises(ValueError, match="must be a tuple of names"):
-        shaping.init_shaping_state(ER)
+    raised(ValueError, "must be a tuple of names", shaping.init_shaping_state, ER)
 
 
 def test_an_indicator_without_a_baseline_is_not_compared():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from semrl_jax import metrics, shaping
 from semrl_jax.metrics.names import ORDERS
 from semrl_jax.shaping.options import CHOICES
+from tests.cases import raised
 from tests.oracles import shaping as oracle
 from tests.shaping import by_name
 
@@ -351,5 +352,4 @@ def test_all_functions_take_the_whole_section():
         call(**DEFAULTS)
         with pytest.raises(ValueError, match=r"shaping\.kappa=0\.5 must be above 1"):
             call(**DEFAULTS | {"kappa": 0.5})
-        with pytest.raises(TypeError, match="capa"):
-            call(capa=2.0)
+        raised(TypeError, "capa", call, capa=2.0)

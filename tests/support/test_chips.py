@@ -3,7 +3,7 @@
 import pytest
 
 from semrl_jax.support.chips import CHIPS, find_slice, peak_flops, smallest_that_holds
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 
 def test_a_slice():
@@ -57,8 +57,7 @@ def test_a_slice_by_its_accelerator_type(text, name, num_chips):
     ],
 )
 def test_an_unknown_slice_is_refused_with_the_known_ones(text, message):
-    with pytest.raises(UserError, match=message):
-        find_slice(text)
+    refused(message, find_slice, text)
 
 
 def test_what_would_hold_a_model():

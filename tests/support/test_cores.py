@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from semrl_jax.support import cores
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 
 @pytest.fixture
@@ -40,14 +40,12 @@ def test_without_a_number_nothing_is_bound(four):
 
 @pytest.mark.parametrize("of", [(4, 1), (2, 2), (1, 9)])
 def test_the_trainer_keeps_a_core(four, of):
-    with pytest.raises(UserError, match="leaves the trainer none of its 4"):
-        cores.leave_cores(*of, in_turn=False)
+    refused("leaves the trainer none of its 4", cores.leave_cores, *of, in_turn=False)
 
 
 def test_a_system_without_binding_says_so(four, monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity")
-    with pytest.raises(UserError, match=r"set rollout.jax_process_cores=0"):
-        cores.bind([2])
+    refused(r"set rollout.jax_process_cores=0", cores.bind, [2])
 
 
 def test_a_process_is_bound():

@@ -7,6 +7,7 @@ import pytest
 
 from semrl_jax.support import safe_files
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 HOSTILE = {
     "never closed": (b"[" * 100_000, "is not JSON: nested more than 100 deep"),
@@ -39,8 +40,7 @@ def test_other_than_regular_files_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     for name in ("pipe", "zeros", "."):
-        with pytest.raises(UserError, match="is no regular file"):
-            safe_files.read_json_object(tmp_path / name)
+        refused("is no regular file", safe_files.read_json_object, tmp_path / name)
     with pytest.raises(FileNotFoundError):
         safe_files.read_json_object(tmp_path / "absent")
 
@@ -75,8 +75,7 @@ def test_a_failed_write_leaves_the_file_unchanged(tmp_path):
     assert safe_files.read_json_object(file) == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
     (tmp_path / "file.writing").mkdir()
-    with pytest.raises(UserError, match=r"file\.writing is a directory"):
-        safe_files.write_json(file, {})
+    refused(r"file\.writing is a directory", safe_files.write_json, file, {})
 
 
 def test_appending_through_a_link_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import load_module, module_names
+from tests.cases import refused
 
 SCORES = "semrl_jax.evaluation.scores"
 ALGORITHMS = "semrl_jax.algorithms"
@@ -48,6 +49,4 @@ def test_what_cannot_be_used_is_refused_in_one_line(name, package, message, tmp_
     (tmp_path / "odd_import.py").write_text("raise OSError('two\\nlines')")
     (tmp_path / "ends_python.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=message) as error:
-        load_module("a.field", name, package, ("plan", "per_problem"))
-    assert "\n" not in str(error.value)
+    refused(message, load_module, "a.field", name, package, ("plan", "per_problem"))

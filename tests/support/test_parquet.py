@@ -11,6 +11,7 @@ import pytest
 
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.parquet import MAX_CELL_BYTES, ParquetFile, with_types
+from tests.cases import refused
 
 MIB = 2**20
 CELL = "a" * (8 * MIB)
@@ -100,8 +101,7 @@ def test_nested_columns_are_read_as_they_are(tmp_path):
 
 def test_only_regular_files_are_read(tmp_path):
     os.mkfifo(tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"x\.parquet is no regular file"):
-        ParquetFile(tmp_path / "x.parquet")
+    refused(r"x\.parquet is no regular file", ParquetFile, tmp_path / "x.parquet")
 
 
 def test_texts_of_another_type_are_shown_or_named(tmp_path):

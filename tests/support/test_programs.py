@@ -7,10 +7,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from semrl_jax.support import programs
 from semrl_jax.support.programs import compiled_once, num_side_by_side, side_by_side
+from tests.cases import raised
 from tests.training.test_packing import mesh_of
 
 
@@ -62,8 +62,7 @@ def test_a_failed_compilation_is_tried_again():
         return x
 
     failures = []
-    with pytest.raises(ValueError, match="once"):
-        program(np.ones(1))
+    raised(ValueError, "once", program, np.ones(1))
     assert program(np.ones(1)) == 1
 
 

@@ -8,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from tests.cases import raised
+
 
 def pools(**shape):
     """Two ends of one pool."""
@@ -44,8 +46,7 @@ def test_row_that_is_not_the_requests_is_an_error(tags):
         if tag:
             write(writer, 1, index, tag, 0)
     wrong = next(index for index, tag in enumerate(tags) if tag != 7)
-    with pytest.raises(RuntimeError, match=rf"state {wrong} was not written \(1 of 3"):
-        reader.read(1, 7, 3)
+    raised(RuntimeError, rf"state {wrong} was not written \(1 of 3", reader.read, 1, 7, 3)
     assert len(reader.read(1, 7, wrong)) == wrong
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from semrl_jax.support.errors import UserError
 from semrl_jax.tinker.futures import Ended, Futures, Request
+from tests.cases import refused
 
 
 def request(number, kind="optim_step"):
@@ -52,5 +53,4 @@ def test_a_second_server_is_refused(tmp_path):
 def test_another_file_is_refused(tmp_path):
     path = tmp_path / "futures.sqlite3"
     path.write_text("no database" * 100)
-    with pytest.raises(UserError, match="cannot be used: file is not a database"):
-        Futures(path)
+    refused("cannot be used: file is not a database", Futures, path)

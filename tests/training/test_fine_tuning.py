@@ -22,6 +22,7 @@ from semrl_jax.training.optimizer import Optimizer, schedule
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.train_state import init_state
 from semrl_jax.training.trainee import NonFiniteUpdates
+from tests.cases import raised
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a:{% endif %}"
@@ -168,8 +169,7 @@ def test_updates_that_are_not_finite_end_the_training(directory, conversations):
     state.params["final_norm"]["scale"] *= np.float32("nan")
     state, scalars = tuner.update(state, conversations)
     assert scalars["policy/update_skipped"] == 1.0 and int(state.skipped_in_row) == 1
-    with pytest.raises(NonFiniteUpdates, match="2 updates in a row"):
-        tuner.update(state, conversations)
+    raised(NonFiniteUpdates, "2 updates in a row", tuner.update, state, conversations)
 
 
 def test_a_batch_by_hand():

@@ -27,6 +27,7 @@ from semrl_jax.training.optimizer import (
 from semrl_jax.training.optimizers import adafactor
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.train_state import abstract_trained, init_trained
+from tests.cases import refused
 from tests.training.test_critic import check_layout
 from tests.training.test_mesh import PLANS, TEMPERATURE, Case, recorded
 from tests.training.updates import update_critic, update_policy
@@ -306,8 +307,7 @@ def test_a_critic_takes_every_option_on_a_mesh():
     ],
 )  # fmt: skip
 def test_mistakes_are_named(fields, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        validate(config_with(**fields))
+    refused(re.escape(message), validate, config_with(**fields))
 
 
 def test_every_choice_is_valid():

@@ -245,6 +245,12 @@ def _layerwise(kind, what, change, **options) -> Hypothesis:
     return Hypothesis(kind, what, each(change), True, **options)
 
 
+def _at(values, kind, what, change, neutral=-1.0, **options) -> Iterator[Hypothesis]:
+    """A change of layers with each of some values, none of which is fitted."""
+    for value in values:
+        yield _layerwise(kind, what, change, grid=(float(value),), neutral=neutral, **options)
+
+
 def _with_final(kind, what, change, final, **options) -> Iterator[Hypothesis]:
     """A change of layers; and the same, with `final(computation, value)` of the final norm."""
     yield _layerwise(kind, what, change, **options)
@@ -257,6 +263,16 @@ def _with_final(kind, what, change, final, **options) -> Iterator[Hypothesis]:
         return None if found is None else final(found, value)
 
     yield Hypothesis(kind, what, edit, True, **options)
+
+
+def _set(**fields):
+    """A change of fields of the whole computation."""
+    return lambda computation, _value: computation._replace(**fields)
+
+
+def _value_of(field):
+    """A change of a field of the whole computation, whose value is fitted."""
+    return lambda computation, value: computation._replace(**{field: value})
 
 
 def _how(**changes):
@@ -351,21 +367,18 @@ def _of_positions(known: Known) -> Iterator[Hypothesis]:
         "the second response token": known.num_prompt + 1,
     }
     for what, first in places.items():
-        for shift in (1, -1, 2, -2):
 
-            def moved(layer, index, _value, first=first, shift=shift):
-                later = np.arange(layer.positions.shape[1])[None] >= first[:, None]
-                positions = layer.positions + jnp.float32(shift) * later
-                seen, size = layer.seen, window_of(config, index)
-                if size is not None:
-                    distance = positions[:, :, None] - positions[:, None, :]
-                    seen = seen_within(positions.shape[1], None) & (distance < size)
-                return layer._replace(positions=positions, seen=seen)
+        def moved(layer, index, shift, first=first):
+            later = np.arange(layer.positions.shape[1])[None] >= first[:, None]
+            positions = layer.positions + jnp.float32(shift) * later
+            seen, size = layer.seen, window_of(config, index)
+            if size is not None:
+                distance = positions[:, :, None] - positions[:, None, :]
+                seen = seen_within(positions.shape[1], None) & (distance < size)
+            return layer._replace(positions=positions, seen=seen)
 
-            yield _layerwise(
-                "positions", what, moved, grid=(float(shift),), neutral=0.0,
-                cost=1 + (what != "the response"),
-            )  # fmt: skip
+        cost = 1 + (what != "the response")
+        yield from _at((1, -1, 2, -2), "positions", what, moved, neutral=0.0, cost=cost)
 
 
 def _of_attention(known: Known) -> Iterator[Hypothesis]:
@@ -401,11 +414,8 @@ def _of_attention(known: Known) -> Iterator[Hypothesis]:
         own_key = jnp.eye(layer.seen.shape[1], dtype=bool)[None]
         return layer._replace(seen=layer.seen & (~hidden[None, None] | own_key))
 
-    for count in (1, 2, 3, 4):
-        yield _layerwise(
-            "mask", "the first tokens are not seen: ", without_first, grid=(float(count),),
-            neutral=0.0, cost=1,
-        )  # fmt: skip
+    what = "the first tokens are not seen: "
+    yield from _at((1, 2, 3, 4), "mask", what, without_first, neutral=0.0, cost=1)
 
     def both_ways(layer, _index, _value):
         inside = np.arange(layer.seen.shape[1])[None] < known.num_prompt[:, None]
@@ -435,11 +445,8 @@ def _of_attention(known: Known) -> Iterator[Hypothesis]:
         hidden = (place == column[:, None])[:, None] & (place > column[:, None])[:, :, None]
         return layer._replace(seen=layer.seen & ~jnp.asarray(hidden))
 
-    for place in range(-min(num_tokens, 4), 4):
-        yield _layerwise(
-            "mask", "later tokens do not see the one at place ", lost, grid=(float(place),),
-            neutral=-1e9, cost=2,
-        )  # fmt: skip
+    places, what = range(-min(num_tokens, 4), 4), "later tokens do not see the one at place "
+    yield from _at(places, "mask", what, lost, neutral=-1e9, cost=2)
 
     def score(layer, _index, value):
         return layer._replace(score_scale=layer.score_scale * value)
@@ -544,16 +551,11 @@ def _of_pass(known: Known) -> Iterator[Hypothesis]:
         yield _layerwise("norm_epsilon", what, epsilon_of(names), cost=1, **options)
     yield from _with_final(
         "norm_epsilon", "the norms", epsilon_of(NORMS),
-        lambda x, value: x._replace(final_epsilon=value), **options,
+        _value_of("final_epsilon"), **options,
     )  # fmt: skip
-    yield from _with_final(
-        "norm_offset", "1 + weight", _how(offset_norms=True),
-        lambda x, _: x._replace(final_offset=True),
-    )  # fmt: skip
-    yield from _with_final(
-        "norm_offset", "the weight alone", _how(offset_norms=False),
-        lambda x, _: x._replace(final_offset=False),
-    )  # fmt: skip
+    for has, what in ((True, "1 + weight"), (False, "the weight alone")):
+        changes = _how(offset_norms=has), _set(final_offset=has)
+        yield from _with_final("norm_offset", what, *changes)
     if declared.query_key_norm:
         for kept, what in (((), "queries and keys"), (("key",), "queries"), (("query",), "keys")):
             yield _layerwise("norm_missing", f"the norm of {what}", _how(normed_heads=kept))
@@ -571,17 +573,14 @@ def _of_pass(known: Known) -> Iterator[Hypothesis]:
         yield from _of_experts(config)
     yield _layerwise("layer_order", "applied twice", _how(times=2))
     yield _layerwise("layer_order", "skipped", _how(times=0))
-    for other in range(config.num_layers):
 
-        def instead(layer, index, _value, other=other):
-            if index == other:
-                return None
-            return layer._replace(params=layer_params(config, known.params, other))
+    def instead(layer, index, other):
+        if index == other:
+            return None
+        return layer._replace(params=layer_params(config, known.params, round(other)))
 
-        yield _layerwise(
-            "layer_order", "with the tensors of layer ", instead, grid=(float(other),),
-            neutral=-1.0, cost=1,
-        )  # fmt: skip
+    what = "with the tensors of layer "
+    yield from _at(range(config.num_layers), "layer_order", what, instead, cost=1)
 
 
 def _of_experts(config: DecoderConfig) -> Iterator[Hypothesis]:
@@ -696,19 +695,16 @@ def _of_tensors(known: Known, layer: int) -> Iterator[Hypothesis]:
                 "tensor_scaled", f"{what}, whose scales of outputs are taken for its inputs,",
                 replaced((name,), scales_transposed), cost=2, tensors=(name,),
             )  # fmt: skip
-        for other in range(config.num_layers):
 
-            def taken(layer, index, _value, name=name, other=other):
-                found = layer_params(config, known.params, other)
-                module, leaf = name.split("/")
-                if index == other or module not in found or name not in layer.tensors():
-                    return None
-                return layer.with_tensors({name: found[module][leaf]})
+        def taken(layer, index, other, name=name):
+            found = layer_params(config, known.params, round(other))
+            module, leaf = name.split("/")
+            if index == other or module not in found or name not in layer.tensors():
+                return None
+            return layer.with_tensors({name: found[module][leaf]})
 
-            yield _layerwise(
-                "tensor_of_other_layer", what, taken, grid=(float(other),), neutral=-1.0, cost=3,
-                tensors=(name,),
-            )  # fmt: skip
+        options = {"cost": 3, "tensors": (name,)}
+        yield from _at(range(config.num_layers), "tensor_of_other_layer", what, taken, **options)
     for one, other in itertools.combinations(tensors, 2):
         if tensors[one].shape == tensors[other].shape:
 
@@ -829,10 +825,8 @@ def _of_embedding(known: Known) -> Iterator[Hypothesis]:
         cost=1,
     )  # fmt: skip
     for label, earlier in known.earlier.items():
-        yield _whole(
-            "embedding", f"is that of {label}",
-            lambda x, _, earlier=earlier: x._replace(embedding=earlier["embed"]["embedding"]),
-        )  # fmt: skip
+        change = _set(embedding=earlier["embed"]["embedding"])
+        yield _whole("embedding", f"is that of {label}", change)
     for dtype in ROUNDINGS:
         yield _whole(
             "embedding", f"is rounded to {dtype}",
@@ -850,10 +844,8 @@ def _of_embedding(known: Known) -> Iterator[Hypothesis]:
 
 def _of_final_norm(known: Known) -> Iterator[Hypothesis]:
     grid = tuple(10.0**power for power in range(-12, 0))
-    yield _whole(
-        "norm_epsilon", "the final norm", lambda x, value: x._replace(final_epsilon=value),
-        grid=grid, logarithmic=True, neutral=known.config.rms_norm_eps, cost=1,
-    )  # fmt: skip
+    options = {"grid": grid, "logarithmic": True, "neutral": known.config.rms_norm_eps, "cost": 1}
+    yield _whole("norm_epsilon", "the final norm", _value_of("final_epsilon"), **options)
     yield _whole(
         "tensor_scaled", "the final norm",
         lambda x, value: x._replace(final_scale=x.final_scale * value), grid=(0.0, 0.5, 2.0, -1.0),
@@ -868,41 +860,28 @@ def _of_final_norm(known: Known) -> Iterator[Hypothesis]:
         tensors=("final_norm/scale",),
     )  # fmt: skip
     for label, earlier in known.earlier.items():
-        yield _whole(
-            "stale", f"final norm|{label}",
-            lambda x, _, earlier=earlier: x._replace(final_scale=earlier["final_norm"]["scale"]),
-            tensors=("final_norm/scale",),
-        )  # fmt: skip
+        change = _set(final_scale=earlier["final_norm"]["scale"])
+        yield _whole("stale", f"final norm|{label}", change, tensors=("final_norm/scale",))
 
 
 def _of_head(known: Known) -> Iterator[Hypothesis]:
     config = known.config
-    yield _whole(
-        "temperature", "", lambda x, value: x._replace(temperature=value),
-        grid=(0.5, 0.7, 0.9, 1.1, 1.5, 2.0), cost=1,
-    )  # fmt: skip
+    grid = (0.5, 0.7, 0.9, 1.1, 1.5, 2.0)
+    yield _whole("temperature", "", _value_of("temperature"), grid=grid, cost=1)
     cap = config.final_logit_softcap
     if cap:
-        yield _whole("softcap", "is left out", lambda x, _: x._replace(softcap=None))
-    yield _whole(
-        "softcap", "is ", lambda x, value: x._replace(softcap=value),
-        grid=(5.0, 10.0, 20.0, 30.0, 50.0), logarithmic=True, neutral=cap or -1.0, cost=2,
-    )  # fmt: skip
+        yield _whole("softcap", "is left out", _set(softcap=None))
+    options = {"grid": (5.0, 10.0, 20.0, 30.0, 50.0), "logarithmic": True, "neutral": cap or -1.0}
+    yield _whole("softcap", "is ", _value_of("softcap"), cost=2, **options)
     if not config.tie_embeddings:
-        yield _whole(
-            "head", "is the embedding",
-            lambda x, _: x._replace(matrix=known.params["embed"]["embedding"]),
-        )  # fmt: skip
+        yield _whole("head", "is the embedding", _set(matrix=known.params["embed"]["embedding"]))
     for label, earlier in known.earlier.items():
         yield _whole(
             "head", f"is that of {label}",
             lambda x, _, earlier=earlier: x._replace(matrix=output_matrix(config, earlier)),
         )  # fmt: skip
-        yield _whole(
-            "head", f"is the embedding of {label}",
-            lambda x, _, earlier=earlier: x._replace(matrix=earlier["embed"]["embedding"]),
-            cost=1,
-        )  # fmt: skip
+        change = _set(matrix=earlier["embed"]["embedding"])
+        yield _whole("head", f"is the embedding of {label}", change, cost=1)
     for dtype in ROUNDINGS:
         yield _whole(
             "head", f"is rounded to {dtype}",
@@ -910,9 +889,7 @@ def _of_head(known: Known) -> Iterator[Hypothesis]:
             cost=1,
         )  # fmt: skip
     for dtype in ("bfloat16", "float16"):
-        yield _whole(
-            "logits_dtype", dtype, lambda x, _, dtype=dtype: x._replace(rounds_logits=dtype)
-        )
+        yield _whole("logits_dtype", dtype, _set(rounds_logits=dtype))
 
     def neighbour(computation, value):
         return computation._replace(targets=np.roll(computation.targets, round(value), axis=1))

@@ -324,12 +324,15 @@ class _Search:
             return np.abs(difference)
         return np.linalg.norm(difference, axis=2) / self.norms[segment.last]
 
-    def left(self, computation: Computation, segment: Segment, x) -> float:
-        """The root mean square difference that a computation leaves."""
-        found = self.differences(
+    def left_by(self, computation: Computation, segment: Segment, x) -> np.ndarray:
+        """The difference per token that a computation leaves."""
+        return self.differences(
             segment, self.computed(computation, segment, x), self.given(segment)
         )
-        value = _rms(found[self.rows(segment)])
+
+    def left(self, computation: Computation, segment: Segment, x) -> float:
+        """Its root mean square."""
+        value = _rms(self.left_by(computation, segment, x)[self.rows(segment)])
         return value if np.isfinite(value) else np.inf
 
     def noise(self, segment: Segment, x) -> float:
@@ -343,9 +346,7 @@ class _Search:
         local, noises, ratios, bad = {}, {}, [], []
         for segment in self.segments:
             x = self.begin(segment)
-            found = self.differences(
-                segment, self.computed(self.own, segment, x), self.given(segment)
-            )
+            found = self.left_by(self.own, segment, x)
             local[segment.last] = np.where(self.rows(segment), found, np.nan)
             values = found[self.rows(segment)]
             noises[segment.last] = self.noise(segment, x)
@@ -354,7 +355,9 @@ class _Search:
             if not ratios[-1] <= self.limit:
                 bad.append(segment)
             self.advance()
-        findings = list(self._dtype_finding())
+        found, findings = self.observation.dtype, []
+        if found and DTYPES.index(found) < DTYPES.index(self.expected):
+            findings.append(Finding("dtype", found, (), self.expected, 1.0))
         findings += self._explained(bad)
         findings += self._unseen(findings)
         states = {
@@ -371,11 +374,6 @@ class _Search:
             self.segments, tuple(ratios), tuple(findings), self.observation.dtype, states,
             logprobs, local, noises, self.limit,
         )  # fmt: skip
-
-    def _dtype_finding(self) -> Iterator[Finding]:
-        found = self.observation.dtype
-        if found and DTYPES.index(found) < DTYPES.index(self.expected):
-            yield Finding("dtype", found, (), self.expected, 1.0)
 
     def _unseen(self, findings: Sequence[Finding]) -> Iterator[Finding]:
         """Tensors whose checksums differ, in layers where no cause was found.
@@ -532,7 +530,7 @@ class _Search:
 
     def _events(self, segment: Segment, x) -> list[int]:
         """How many response tokens precede the clearest changes of the difference's size."""
-        found = self.differences(segment, self.computed(self.own, segment, x), self.given(segment))
+        found = self.left_by(self.own, segment, x)
         places = np.arange(found.shape[1])[None] - self.observation.num_prompt[:, None]
         kept = self.rows(segment) & (places >= 0)
         counts = range(places[kept].max(initial=0) + 1)
@@ -715,9 +713,7 @@ class _Search:
         count = self.config.num_layers
         if segment.last == 0:
             rows = self.rows(segment)
-            found = self.differences(
-                segment, self.computed(self.own, segment, None), self.given(segment)
-            )
+            found = self.left_by(self.own, segment, None)
             limit = self.limit * self.noise(segment, None)
             ids = sorted(set(self.observation.ids[rows & (found > limit)].tolist()))
             shown = ", ".join(map(str, ids[:5])) + (" and more" if len(ids) > 5 else "")
@@ -756,9 +752,7 @@ class _Search:
             if what != "frequencies" and not self._is_possible(possible, (index,)):
                 continue
             fitted = self._fitted_free(segment, x, index, free, places[what], fitted_rows)
-            layer = own.with_free(fitted)
-            computed = self.computed(self.own.with_layer(index, layer), segment, x)
-            left = self.differences(segment, computed, self.given(segment))
+            left = self.left_by(self.own.with_layer(index, own.with_free(fitted)), segment, x)
             found.append((_rms(left[rows & ~fitted_rows]), what, fitted))
         if not found:
             return None

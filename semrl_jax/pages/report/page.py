@@ -64,7 +64,8 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
         run["variant"] = number
     keys = {key: None for run in shown for key in run["series"]}
     panels = panels_of(keys)
-    varied = [panel for panel in panels if _varies(panel.keys, shown)]
+    series = [run["series"] for run in shown]
+    varied = [p for p in panels if any(any(s.get(key, ())) for s in series for key in p.keys)]
     if same := [panel.title for panel in panels if panel not in varied]:
         notes.append(f"0 at every step and not drawn: {', '.join(same)}.")
     return {
@@ -112,10 +113,6 @@ def _links(panel: Panel, runs: Sequence[RunLog]) -> dict[str, str]:
     if not panel.page or len(runs) > 1 or not (runs[0].path / panel.page).is_file():
         return {}
     return {f"{panel.page}: layers, tokens and the cause": panel.page}
-
-
-def _varies(keys, shown: Sequence[dict[str, Any]]) -> bool:
-    return any(any(run["series"].get(key, ())) for run in shown for key in keys)
 
 
 def page(figures: dict[str, Any], samples: dict[str, Any], *, live: bool = False) -> bytes:

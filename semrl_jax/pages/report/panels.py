@@ -6,7 +6,7 @@ import fnmatch
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from semrl_jax.pages.html import shortened
 
@@ -297,9 +297,10 @@ def panels_of(keys: Iterable[str]) -> list[Panel]:
         metric, _, kind = key.removeprefix("metrics/").rpartition("/")
         if key.startswith("metrics/") and kind in ("correct", "incorrect") and key not in drawn:
             metrics.setdefault(metric, {})[key] = kind
+    places = {name: place for place, name in enumerate(FIGURES)}
     of_benchmarks = [
         Panel("Benchmarks", *FIGURES.get(figure, (figure, "value")), benchmarks[figure])
-        for figure in sorted(benchmarks, key=lambda figure: _rank(FIGURES, figure))
+        for figure in sorted(benchmarks, key=lambda name: (places.get(name, len(places)), name))
     ]
     of_metrics = [
         Panel("Correct against incorrect", metric, "value", metrics[metric]) for metric in metrics
@@ -308,7 +309,3 @@ def panels_of(keys: Iterable[str]) -> list[Panel]:
     sections.insert(sections.index("Shaping") + 1, "Benchmarks")
     found = [panel for panel in (*known, *of_benchmarks, *of_metrics) if panel.keys]
     return sorted(found, key=lambda panel: sections.index(panel.section))
-
-
-def _rank(known: Mapping[str, Any], name: str) -> tuple[int, str]:
-    return (list(known).index(name) if name in known else len(known)), name

@@ -21,6 +21,7 @@ from semrl_jax.support.safe_files import jsonable, read_json_object
 MAX_ROWS = 1500  # per run, of each kind: with an evaluation, with an event, others
 MAX_EVENTS = 300  # per run
 DIGITS = 6  # of a number
+OF_A_RUN = ("seed", "logging.", "checkpoints.", "profile.")  # seeds of a variant may differ in them
 # Keys that count events: key -> what happened.
 EVENTS = {
     "policy/update_skipped": "skipped update",
@@ -185,7 +186,7 @@ def events(run: RunLog) -> list[dict[str, Any]]:
 def variants(runs: Sequence[RunLog]) -> tuple[list[int], list[str]]:
     """The variant of each run, equal but for the seed, and what each has of its own, as text."""
     settings = [
-        {field: value for field, value in run.settings.items() if not _is_of_a_run(field)}
+        {name: value for name, value in run.settings.items() if not name.startswith(OF_A_RUN)}
         for run in runs
     ]
     fields = sorted({field for one in settings for field in one})
@@ -196,11 +197,6 @@ def variants(runs: Sequence[RunLog]) -> tuple[list[int], list[str]]:
     ]
     found = list(dict.fromkeys(names))
     return [found.index(name) for name in names], found
-
-
-def _is_of_a_run(field: str) -> bool:
-    """Whether seeds of one variant may differ in a setting."""
-    return field == "seed" or field.startswith(("logging.", "checkpoints.", "profile."))
 
 
 def settings_table(runs: Sequence[RunLog]) -> list[list[Any]]:
@@ -220,12 +216,9 @@ def _text(settings: Mapping[str, Any], field: str) -> str | None:
     return json.dumps(settings[field], ensure_ascii=False) if field in settings else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _number(value: Any) -> float | None:
     try:
-        return rounded(value, DIGITS) if _is_number(value) else None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return rounded(value, DIGITS) if is_number else None
     except OverflowError:  # a whole number with hundreds of digits
         return None

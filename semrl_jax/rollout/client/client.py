@@ -319,8 +319,7 @@ class RolloutClient(contextlib.AbstractContextManager):
     def tensor_sums(self) -> list[TensorSum]:
         """Sums of the weights that the first replica holds.
 
-        UserError, a line that says why: the replica is older, its engine cannot say, or it does not
-        answer.
+        UserError, a line that says why: its engine cannot say, or it does not answer.
         """
         replica = self._replicas[0]
         try:
@@ -329,8 +328,6 @@ class RolloutClient(contextlib.AbstractContextManager):
             reason = describe_error(error)
         except ValueError as error:
             reason = str(error)
-        if replica.description.protocol_minor < 6:
-            reason = "it is of an earlier release"
         raise UserError(f"{replica.name} gives no checksums of its weights: {reason}")
 
     def release(self, weights: bool = False) -> None:

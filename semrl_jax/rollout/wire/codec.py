@@ -38,12 +38,6 @@ from semrl_jax.types import (
     manifest_digest,
 )
 
-# 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing (removed);
-# 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
-# 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3; 2.1: what is compiled;
-# 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it;
-# 2.3: caches are kept for further turns; 2.4: min_p; 2.5: penalties, min_tokens;
-# 2.6: sums of tensors
 PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 7
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
@@ -197,19 +191,10 @@ def decode_sums(message: pb.TensorSumsResponse) -> list[TensorSum]:
 
 def encode_request(call: GenerateCall) -> pb.GenerateRequest:
     """Encodes a Generate call; a prompt that several samples share is sent once."""
-    hidden_states = call.hidden_states
-    if hidden_states.layers and not hidden_states.kinds:
-        raise ValueError("hidden_states.kinds is empty; leave hidden_states.layers empty for none.")
-    states = pb.HiddenStateParams(**dataclasses.asdict(hidden_states))
-    if hidden_states.kinds == ("decode",):
-        states.ClearField("kinds")  # as protocols 1.0 and 1.1, which have no such field
-    sampling = pb.SamplingParams(**dataclasses.asdict(call.sampling))
-    if sampling.repetition_penalty == 1:
-        sampling.ClearField("repetition_penalty")  # 0 means 1, as before protocol 2.5
     message = pb.GenerateRequest(
         version=encode_version(call.version),
-        sampling=sampling,
-        hidden_states=states,
+        sampling=dataclasses.asdict(call.sampling),
+        hidden_states=dataclasses.asdict(call.hidden_states),
         metrics=dataclasses.asdict(call.metrics) if call.metrics else None,
         keep=call.keep,
     )
@@ -237,13 +222,10 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
     of the request is invalid.
     """
     version = decode_version(message.version)
-    metrics = None
-    repetition = message.sampling.repetition_penalty or SamplingParams.repetition_penalty
-    sampling = _record(SamplingParams, message.sampling, repetition_penalty=repetition)
-    hidden_states = HiddenStateParams()
+    sampling = _record(SamplingParams, message.sampling)
+    hidden_states, metrics = HiddenStateParams(), None
     if message.hidden_states.layers:
-        kinds = tuple(message.hidden_states.kinds) or HiddenStateParams.kinds
-        hidden_states = _record(HiddenStateParams, message.hidden_states, kinds=kinds)
+        hidden_states = _record(HiddenStateParams, message.hidden_states)
     if message.HasField("metrics"):
         metrics = _record(MetricParams, message.metrics)
     _check_params(sampling, hidden_states, metrics, limits)
@@ -657,6 +639,8 @@ def _check_hidden_states(states: HiddenStateParams, limits: ReplicaDescription) 
     _check_choice("hidden_states.layers", states.layers, limits.layers, reason)
     check = _checker("hidden_states", states)
     check("dtype", states.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
+    if not states.kinds:
+        raise ValueError("hidden_states.kinds is empty; leave hidden_states.layers empty for none.")
     _check_choice("hidden_states.kinds", states.kinds, limits.state_kinds)
 
 

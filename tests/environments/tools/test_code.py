@@ -10,7 +10,7 @@ import pytest
 from semrl_jax.environments.tools import confined
 from semrl_jax.environments.tools.code import python_tool
 from semrl_jax.environments.tools.functions import Call, call, schemas
-from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux confines code")
 
@@ -198,8 +198,7 @@ def test_files_can_be_read_if_they_are_not_hidden(tmp_path):
     ],
 )
 def test_limits_are_checked(setting, message):
-    with pytest.raises(UserError, match=message):
-        python_tool(**setting)
+    refused(message, python_tool, **setting)
 
 
 def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
@@ -208,9 +207,7 @@ def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
     broken.write_text(source.replace("_LANDLOCK_CREATE, _LANDLOCK_ADD", "_X, _LANDLOCK_ADD", 1)
                       .replace('_LIBC = ', "_LANDLOCK_CREATE = 9999\n_LIBC = ", 1))  # fmt: skip
     monkeypatch.setattr(confined, "__file__", str(broken))
-    with pytest.raises(UserError, match="Landlock failed: Function not implemented") as e:
-        python_tool()
-    assert "hide_files=False" in str(e.value)
+    assert "hide_files=False" in refused("Landlock failed: Function not implemented", python_tool)
     assert python_tool(hide_files=False)("1") == "1"
 
 

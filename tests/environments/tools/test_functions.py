@@ -15,6 +15,7 @@ from transformers.utils import get_json_schema
 
 from semrl_jax.environments.tools.functions import Answer, Call, call, schemas
 from semrl_jax.support.errors import UserError
+from tests.cases import refused
 
 
 class Unit(enum.Enum):
@@ -164,8 +165,7 @@ def test_a_schema_that_cannot_be_derived_is_one_line(function, message):
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(UserError, match="'nothing' twice"):
-        schemas([nothing, nothing])
+    refused("'nothing' twice", schemas, [nothing, nothing])
 
 
 def tool_of(hint, default=...):

@@ -20,6 +20,7 @@ from semrl_jax.runs.records import write_rollouts
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows
+from tests.cases import refused
 from tests.pages.report.making import add_row, make_run, scored, text_of
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&"
@@ -181,26 +182,22 @@ def test_lines_after_a_damaged_one_are_counted(config, tmp_path):
         "(3 in all)."
     )
     log.write_text("\0\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: line 1 is damaged"):
-        reading.read_runs([run])
+    refused(r"metrics\.jsonl: line 1 is damaged", reading.read_runs, [run])
 
 
-def test_a_log_that_cannot_be_read_is_named(run, monkeypatch):
-    def refuse(file):
-        raise PermissionError(13, "Permission denied", str(file))
+@pytest.mark.parametrize(
+    ("owner", "call", "message"),
+    [
+        (pathlib.Path, "read_bytes", r"metrics\.jsonl cannot be read: Permission denied\."),
+        (recorded_responses.os, "listdir", "rollouts cannot be read: Permission denied"),
+    ],
+)
+def test_files_that_may_not_be_read_are_named(run, monkeypatch, owner, call, message):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Permission denied\."):
-        reading.read_runs([run])
-
-
-def test_responses_that_may_not_be_read_are_not_called_missing(run, monkeypatch):
-    def refuse(directory):
-        raise PermissionError(13, "Permission denied", str(directory))
-
-    monkeypatch.setattr(recorded_responses.os, "listdir", refuse)
-    with pytest.raises(UserError, match="rollouts cannot be read: Permission denied"):
-        recorded_responses.samples(reading.read_runs([run]))
+    monkeypatch.setattr(owner, call, refuse)
+    refused(message, lambda: recorded_responses.samples(reading.read_runs([run])))
 
 
 def test_quantities_that_are_never_finite_are_not_called_zero(config, tmp_path):
@@ -313,17 +310,14 @@ def test_panels_are_made_for_metrics_and_figures_that_have_none():
 
 
 def test_a_directory_without_a_log_is_refused(config, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere is no run; name --workdir"):
-        reading.read_runs([tmp_path / "nowhere"])
+    refused(r"nowhere is no run; name --workdir", reading.read_runs, [tmp_path / "nowhere"])
     run = make_run(tmp_path / "run", config, num_steps=0)
-    with pytest.raises(UserError, match=r"has no log yet; .*--serve"):
-        reading.read_runs([run])
+    refused(r"has no log yet; .*--serve", reading.read_runs, [run])
     assert reading.read_runs([run], may_be_empty=True)[0].rows == []
     other = make_run(tmp_path / "other" / "run", config, num_steps=0)
     named = reading.read_runs([run, other], may_be_empty=True)
     assert [log.name for log in named] == [f"{tmp_path.name}/run", "other/run"]
-    with pytest.raises(UserError, match="named twice"):
-        reading.read_runs([run, run], may_be_empty=True)
+    refused("named twice", reading.read_runs, [run, run], may_be_empty=True)
 
 
 def test_a_long_episode_is_cut_in_each_turn_and_its_context_has_no_logprob(config, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from semrl_jax.rewards import Verdict, VerifierPool, VerifierSettings
 from semrl_jax.rewards.verdict import failed_verdict
 from semrl_jax.rewards.verifiers import benchmark
+from tests.cases import raised
 
 SETTINGS = VerifierSettings(function="benchmark")
 
@@ -106,8 +107,7 @@ def test_the_letters_are_extracted():
     ],
 )  # fmt: skip
 def test_a_wrong_row_is_an_error(row, message):
-    with pytest.raises(ValueError, match=message):
-        verify(r"\boxed{1}", "1", **row)
+    raised(ValueError, message, verify, r"\boxed{1}", "1", **row)
 
 
 def test_a_long_answer_is_too_long():

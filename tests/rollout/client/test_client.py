@@ -20,6 +20,7 @@ from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
+from tests.cases import raised, refused
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
@@ -55,16 +56,10 @@ def test_connect_returns_descriptions(world):
     assert client.lines == []
 
 
-def test_a_replica_without_checksums_says_why(world, monkeypatch):
-    """An engine that has none, and a replica of an earlier release."""
+def test_an_engine_without_checksums_says_why(world):
     client = world.client(world.replica())
     sync(client)
-    with pytest.raises(UserError, match="this engine gives no checksums"):
-        client.tensor_sums()
-    monkeypatch.setattr(codec, "PROTOCOL_MINOR", 5)
-    older = world.client(world.replica())
-    with pytest.raises(UserError, match="it is of an earlier release"):
-        older.tensor_sums()
+    refused("this engine gives no checksums", client.tensor_sums)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +99,7 @@ def test_other_protocol_is_refused(world, monkeypatch):
     monkeypatch.setattr(
         codec, "encode_description", lambda d: original(dataclasses.replace(d, protocol_major=1))
     )
-    with pytest.raises(UserError, match="protocol_major=1, the trainer 2"):
-        client.connect(**FAKE)
+    refused("protocol_major=1, the trainer 2", client.connect, **FAKE)
 
 
 def test_missing_tokenizer_hash_is_not_compared(world):
@@ -116,15 +110,13 @@ def test_missing_tokenizer_hash_is_not_compared(world):
 def test_wrong_token(world):
     replica = world.replica()
     with RolloutClient([replica.address], "wrong", run_id="r", attempt_id="a") as client:
-        with pytest.raises(UserError, match=f"{replica.address} refuses the token"):
-            client.connect(**FAKE)
+        refused(f"{replica.address} refuses the token", client.connect, **FAKE)
 
 
 def test_unreachable_replica(world):
     client = world.client("127.0.0.1:1", connect=False, connect_timeout_s=0.6, progress_every_s=0.2)
-    with pytest.raises(UserError, match=r"127.0.0.1:1 cannot be reached within 0\.6 s") as caught:
-        client.connect(**FAKE)
-    assert "launch.rollout" in str(caught.value) and "\n" not in str(caught.value)
+    text = refused(r"127.0.0.1:1 cannot be reached within 0\.6 s", client.connect, **FAKE)
+    assert "launch.rollout" in text
     assert client.lines and "waiting for rollout replica 127.0.0.1:1" in client.lines[0]
 
 
@@ -156,8 +148,7 @@ def test_two_addresses_of_one_replica(world):
     replica = world.replica()
     alias = replica.address.replace("127.0.0.1", "localhost")
     client = world.client(replica, alias, connect=False)
-    with pytest.raises(UserError, match="lead to the same replica"):
-        client.connect(**FAKE)
+    refused("lead to the same replica", client.connect, **FAKE)
 
 
 def test_replica_that_others_keep_busy_is_waited_for(world):
@@ -239,8 +230,7 @@ def test_arrays_that_do_not_fit_their_specs(world, arrays, match):
         time.sleep(0.05)
 
     for _ in range(3):
-        with pytest.raises(ValueError, match=match):
-            client.sync_weights(FAKE_SPECS, read, step=1)
+        raised(ValueError, match, client.sync_weights, FAKE_SPECS, read, step=1)
     assert len(list(client.generate(make_requests(), SamplingParams(4), version=version))) == 8
     assert sync(client, step=1).step == 1
     wait_until(lambda: threading.active_count() <= num_threads + 1)  # the channel may keep one
@@ -256,8 +246,7 @@ def test_weights_of_another_model_are_refused(world):
 def test_second_run_is_refused_and_a_resumed_one_is_not(world):
     replica = world.replica()
     version = sync(world.client(replica), step=9)
-    with pytest.raises(UserError, match=r"belongs to run 'run'.*'intruder'"):
-        sync(world.client(replica, run_id="intruder"))
+    refused(r"belongs to run 'run'.*'intruder'", sync, world.client(replica, run_id="intruder"))
     resumed = world.client(replica, attempt_id="second")
     assert world.caller(replica).describe().version == version
     assert sync(resumed, step=3) == dataclasses.replace(version, attempt_id="second", step=3)
@@ -290,8 +279,7 @@ def test_a_commit_that_fails_is_tried_again(connected):
 def test_sync_gives_up_at_its_deadline(world):
     client = world.client(world.replica(FakeScript(fail_commit=True)), sync_timeout_s=0.9)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"no replica took the weights of step 0 within 0\.9 s"):
-        sync(client)
+    raised(RuntimeError, r"no replica took the weights of step 0 within 0\.9 s", sync, client)
     assert time.monotonic() - started < 10
 
 
@@ -409,8 +397,7 @@ def test_replica_that_exits_by_itself_and_never_returns(world, start_process):
     client = world.client(address, generate_timeout_s=2.0, progress_every_s=0.3)
     version = sync(client)
     rollouts = client.generate(make_requests(), SamplingParams(4), version=version)
-    with pytest.raises(RuntimeError, match=f"5 responses did not come within 2 s.*{address}"):
-        list(rollouts)
+    raised(RuntimeError, f"5 responses did not come within 2 s.*{address}", list, rollouts)
     assert any("waiting for 5 responses" in line for line in client.lines)
 
 
@@ -567,8 +554,7 @@ def test_inconsistent_reply_names_the_replica(world, monkeypatch):
     rollouts = client.generate(
         make_requests(), SamplingParams(16), HiddenStateParams((0,)), version=version
     )
-    with pytest.raises(RuntimeError, match=f"{replica.address} sent an inconsistent reply"):
-        list(rollouts)
+    raised(RuntimeError, f"{replica.address} sent an inconsistent reply", list, rollouts)
 
 
 def test_memory_error_while_a_reply_is_read_reaches_the_caller_at_once(world, monkeypatch):
@@ -666,8 +652,7 @@ def test_a_response_that_is_aborted_again_and_again_ends_the_call(world):
     abort_first(replica.engine, 99)
     rollouts = client.generate(make_requests(), SamplingParams(16), version=sync(client))
     expected = f"'0/0' was aborted 3 times, last by .*{replica.address}; call no Abort"
-    with pytest.raises(RuntimeError, match=expected):
-        list(rollouts)
+    raised(RuntimeError, expected, list, rollouts)
     assert client.counters["aborted"] == 3
 
 

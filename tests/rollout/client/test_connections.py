@@ -16,6 +16,7 @@ import pytest
 
 from semrl_jax.rollout.engines.vllm import _Staging
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
+from tests.cases import raised
 from tests.rollout.conftest import (
     TOKEN,
     assert_complete,
@@ -244,7 +245,6 @@ def test_replica_without_room_for_new_weights_says_so_and_keeps_the_old(world, s
     old = sync(client)
     replica.engine.begin_weight_update = lambda specs: _Staging(specs).buffers
     expected = f"within 1 s .*{replica.address}: INTERNAL: OSError: .*File too large"
-    with pytest.raises(RuntimeError, match=expected):
-        sync(client, 2.0, step=1)
+    raised(RuntimeError, expected, sync, client, 2.0, step=1)
     assert (replica.engine.weights["second"] == 1.0).all()
     assert world.caller(replica).describe().version == old

@@ -17,6 +17,7 @@ from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire import codec
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
+from tests.cases import raised
 from tests.rollout.client.test_client import sync
 from tests.rollout.conftest import (
     FAKE,
@@ -151,8 +152,7 @@ def test_weights_that_cannot_be_used(local):
 
 def test_a_commit_that_takes_too_long(local):
     client = local(FakeScript(commit_delay_s=2.0), sync_timeout_s=0.3)
-    with pytest.raises(RuntimeError, match=r"no replica took the weights of step 0 within 0.3 s"):
-        sync(client)
+    raised(RuntimeError, r"no replica took the weights of step 0 within 0.3 s", sync, client)
 
 
 def test_the_engine_waits_for_a_slow_consumer(local):

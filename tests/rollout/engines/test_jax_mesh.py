@@ -20,6 +20,7 @@ from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.runs import validate
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
+from tests.cases import refused
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 
 CONFIG = models.DecoderConfig(
@@ -349,8 +350,7 @@ def test_settings_that_contradict_are_refused(tensor, copies, message):
     config = quickstart.get_config()
     config.rollout.jax_tensor_parallelism = tensor
     config.rollout.jax_data_parallelism = copies
-    with pytest.raises(UserError, match=message):
-        validate(config.lock())
+    refused(message, validate, config.lock())
 
 
 def test_the_config_decides_the_engines_mesh():

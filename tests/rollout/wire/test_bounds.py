@@ -20,8 +20,8 @@ from semrl_jax.rollout.server import request_checks
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
+from tests.cases import raised, refused
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 from tests.rollout.server.test_service import (
@@ -78,7 +78,7 @@ BOMBS = {
     "layers": ("Generate", VERSIONED + field(3, field(1, bytes(MANY))), LARGE, "layers has"),
     "kinds": (
         "Generate", ASKED + field(3, b"\x08\x01" + field(2, b"float32") + b"\x1a\x00" * MANY),
-        WRONG, "kinds has",
+        LARGE, "kinds has",
     ),
     "end tokens": ("Generate", VERSIONED + field(2, field(5, bytes(MANY))), LARGE, "eos_token_ids"),
     "metrics": ("Generate", VERSIONED + field(6, b"\x0a\x00" * MANY), LARGE, "names has"),
@@ -116,8 +116,7 @@ def test_a_refused_message_is_freed_at_once():
         held.append(weakref.ref(message))
         raise ValueError("wrong")
 
-    with pytest.raises(ValueError, match="wrong"):
-        bounds.Reader(parse).read(b"")
+    raised(ValueError, "wrong", bounds.Reader(parse).read, b"")
     assert held[0]() is None
 
 
@@ -183,8 +182,7 @@ def test_replica_that_describes_itself_wrongly(world, reply, match):
     server.start()
     world.stack.callback(server.stop, 0)
     client = world.client(f"127.0.0.1:{port}", connect=False)
-    with pytest.raises(UserError, match=match):
-        client.connect(**FAKE)
+    refused(match, client.connect, **FAKE)
 
 
 def frame(kind, flags, stream, payload):

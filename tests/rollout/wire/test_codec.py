@@ -28,6 +28,7 @@ from semrl_jax.types import (
     VersionSpan,
     WeightVersion,
 )
+from tests.cases import raised
 from tests.rollout.fake_engine import FakeEngine
 
 VERSION = WeightVersion("run", "attempt", 3, "ab" * 32)
@@ -296,13 +297,11 @@ STATES = np.zeros((3, 1, 4), ml_dtypes.bfloat16)
 def test_inconsistent_response_is_refused(change, match):
     call = make_call(8, HiddenStateParams((0,)))
     assert decode(call, make_rollout(3, STATES))
-    with pytest.raises(ValueError, match=match):
-        decode(call, make_rollout(3, STATES), change)
+    raised(ValueError, match, decode, call, make_rollout(3, STATES), change)
 
 
 def test_states_not_asked_for_are_refused():
-    with pytest.raises(ValueError, match="hidden_states are sent"):
-        decode(make_call(), make_rollout(3, STATES))
+    raised(ValueError, "hidden_states are sent", decode, make_call(), make_rollout(3, STATES))
     both = make_call(8, HiddenStateParams((0,), kinds=("decode", "prefill")))
     with pytest.raises(ValueError, match=r"prompt_states are missing; .*'prefill'"):
         decode(both, make_rollout(3, STATES))
@@ -316,9 +315,6 @@ def test_states_not_asked_for_are_refused():
 
     with pytest.raises(ValueError, match="not equally wide"):
         decode(both, make_rollout(3, STATES, prompt_states=STATES[:2]), narrower)
-    none = HiddenStateParams((0,), kinds=())
-    with pytest.raises(ValueError, match="kinds is empty"):
-        codec.encode_request(both._replace(hidden_states=none))
 
 
 def test_chunks_that_do_not_fill_the_states_are_refused():
@@ -333,14 +329,11 @@ def test_chunks_that_do_not_fill_the_states_are_refused():
 
         return change
 
-    with pytest.raises(ValueError, match="ended 106496 bytes before"):
-        decode(call, rollout, drop=(5,))
+    raised(ValueError, "ended 106496 bytes before", decode, call, rollout, drop=(5,))
     with pytest.raises(ValueError, match="1048576 bytes, 106496 bytes before the end"):
         decode(call, rollout, resize(codec.CHUNK_BYTES))
-    with pytest.raises(ValueError, match="a chunk of 0 bytes"):
-        decode(call, rollout, resize(0))
-    with pytest.raises(ValueError, match="out of turn"):
-        decode(call, rollout, drop=(0,))
+    raised(ValueError, "a chunk of 0 bytes", decode, call, rollout, resize(0))
+    raised(ValueError, "out of turn", decode, call, rollout, drop=(0,))
 
 
 def test_tokens_of_other_weights_are_refused():
@@ -369,6 +362,11 @@ def change_request(change, **settings):
     return codec.decode_request(message, dataclasses.replace(LIMITS, **settings))
 
 
+def sampling(field, value):
+    """A change of a request."""
+    return lambda message: setattr(message.sampling, field, value)
+
+
 BAD_REQUESTS = [
     (lambda m: m.version.ClearField("run_id"), ValueError, "version.run_id"),
     (lambda m: m.ClearField("version"), ValueError, "version.run_id has 0 characters"),
@@ -386,34 +384,26 @@ BAD_REQUESTS = [
     (lambda m: setattr(m.samples[1], "prompt_index", 1), ValueError, r"=1 must be in \[0, 1\)"),
     (lambda m: setattr(m.samples[1], "prompt_index", -1), ValueError, "prompt_index=-1"),
     (lambda m: setattr(m.samples[1], "sample_index", -1), ValueError, "sample_index=-1"),
-    (lambda m: setattr(m.sampling, "max_tokens", 0), ValueError, r"=0 must be in \[1, 32\]"),
-    (lambda m: setattr(m.sampling, "max_tokens", 33), ValueError, "max_tokens=33"),
-    (lambda m: setattr(m.sampling, "temperature", -1), ValueError, "temperature=-1"),
-    (lambda m: setattr(m.sampling, "temperature", np.nan), ValueError, "temperature=nan"),
-    (lambda m: setattr(m.sampling, "top_p", 0), ValueError, r"top_p=0.0 must be in \(0, 1\]"),
-    (lambda m: setattr(m.sampling, "top_p", 1.5), ValueError, "top_p=1.5"),
-    (lambda m: setattr(m.sampling, "top_p", np.nan), ValueError, "top_p=nan"),
-    (lambda m: setattr(m.sampling, "top_k", -1), ValueError, "top_k=-1"),
-    (lambda m: setattr(m.sampling, "top_k", 102), ValueError, "top_k=102"),
-    (lambda m: setattr(m.sampling, "min_p", 1.5), ValueError, "min_p=1.5"),
-    (lambda m: setattr(m.sampling, "min_p", float("nan")), ValueError, "min_p=nan"),
+    (sampling("max_tokens", 0), ValueError, r"=0 must be in \[1, 32\]"),
+    (sampling("max_tokens", 33), ValueError, "max_tokens=33"),
+    (sampling("temperature", -1), ValueError, "temperature=-1"),
+    (sampling("temperature", np.nan), ValueError, "temperature=nan"),
+    (sampling("top_p", 0), ValueError, r"top_p=0.0 must be in \(0, 1\]"),
+    (sampling("top_p", 1.5), ValueError, "top_p=1.5"),
+    (sampling("top_p", np.nan), ValueError, "top_p=nan"),
+    (sampling("top_k", -1), ValueError, "top_k=-1"),
+    (sampling("top_k", 102), ValueError, "top_k=102"),
+    (sampling("min_p", 1.5), ValueError, "min_p=1.5"),
+    (sampling("min_p", float("nan")), ValueError, "min_p=nan"),
+    (sampling("presence_penalty", 2.5), ValueError, r"presence_penalty=2.5 must be in \[-2, 2\]"),
+    (sampling("frequency_penalty", np.nan), ValueError, "frequency_penalty=nan"),
     (
-        lambda m: setattr(m.sampling, "presence_penalty", 2.5),
-        ValueError,
-        r"presence_penalty=2.5 must be in \[-2, 2\]",
-    ),
-    (
-        lambda m: setattr(m.sampling, "frequency_penalty", np.nan),
-        ValueError,
-        "frequency_penalty=nan",
-    ),
-    (
-        lambda m: setattr(m.sampling, "repetition_penalty", -1),
+        sampling("repetition_penalty", -1),
         ValueError,
         r"repetition_penalty=-1.0 must be in \[0.001, 1000\]",
     ),
-    (lambda m: setattr(m.sampling, "repetition_penalty", np.inf), ValueError, "penalty=inf"),
-    (lambda m: setattr(m.sampling, "min_tokens", 17), ValueError, r"=17 must be in \[0, (8|16)\]"),
+    (sampling("repetition_penalty", np.inf), ValueError, "penalty=inf"),
+    (sampling("min_tokens", 17), ValueError, r"=17 must be in \[0, (8|16)\]"),
     (lambda m: m.sampling.eos_token_ids.append(101), ValueError, "eos_token_ids has token id 101"),
     (lambda m: m.sampling.stop_token_ids.append(-2), ValueError, "stop_token_ids has token id -2"),
     (
@@ -428,6 +418,7 @@ BAD_REQUESTS = [
     ),
     (lambda m: m.hidden_states.layers.append(0), ValueError, "has an entry twice"),
     (lambda m: setattr(m.hidden_states, "dtype", "int4"), ValueError, "dtype='int4'"),
+    (lambda m: m.hidden_states.ClearField("kinds"), ValueError, "hidden_states.kinds is empty"),
     (lambda m: m.hidden_states.kinds.append("later"), codec.NotOffered, "kinds has 'later'"),
     (lambda m: m.hidden_states.kinds.extend(["decode"] * 2), ValueError, "has an entry twice"),
 ]
@@ -567,7 +558,5 @@ def test_inconsistent_measurement_is_refused(change, match):
     call = make_call()._replace(metrics=METRICS)
     rollout = make_rollout(metrics=MEASURED, mean_state=np.zeros(4, np.float32))
     assert decode(call, rollout)
-    with pytest.raises(ValueError, match=match):
-        decode(call, rollout, change)
-    with pytest.raises(ValueError, match="nothing was to be measured"):
-        decode(make_call(), rollout)
+    raised(ValueError, match, decode, call, rollout, change)
+    raised(ValueError, "nothing was to be measured", decode, make_call(), rollout)

@@ -16,6 +16,7 @@ from semrl_jax.rollout.server import service
 from semrl_jax.rollout.wire import codec, shared_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import SamplingParams
+from tests.cases import raised
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS
 from tests.rollout.server.test_service import (
@@ -158,11 +159,9 @@ def test_memory_that_could_shrink_is_refused(own):
     file = os.memfd_create(f"semrl-weights-{own.message().name}", os.MFD_ALLOW_SEALING)
     try:
         message = pb.SharedMemory(process=os.getpid(), file=file, name=own.message().name)
-        with pytest.raises(ValueError, match="could shrink"):
-            shared_memory.open_memory(message)
+        raised(ValueError, "could shrink", shared_memory.open_memory, message)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        with pytest.raises(ValueError, match="0 of 1 bytes"):
-            shared_memory.open_memory(message)
+        raised(ValueError, "0 of 1 bytes", shared_memory.open_memory, message)
     finally:
         os.close(file)
 
@@ -227,29 +226,26 @@ def test_bad_update_leaves_the_old_weights(world, own, name):
     np.testing.assert_array_equal(replica.engine.weights["norm.weight"], make_arrays(9.0)[1])
 
 
-def test_replica_that_cannot_read_the_memory_receives_a_stream(world, chunks, monkeypatch):
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_replica_that_cannot_read_the_memory_receives_a_stream(world, chunks, monkeypatch, is_lost):
+    """Never, or no more after it has connected."""
+
     def refused(*_):
         raise PermissionError(13, "Permission denied")
 
     replica = world.replica()
     with monkeypatch.context() as context:
-        context.setattr(service, "open_memory", refused)
+        if not is_lost:
+            context.setattr(service, "open_memory", refused)
         client = world.client(replica)
-    client.sync_weights(FAKE_SPECS, make_arrays, step=0)
+        if is_lost:
+            context.setattr(service, "open_memory", refused)
+        assert client.sync_weights(FAKE_SPECS, make_arrays, step=0).step == 0
     assert sum(chunks) == 512 + 32
-    assert client.lines == []  # no attempt failed
-
-
-def test_memory_that_is_lost_after_connecting_is_replaced_by_a_stream(world, chunks, monkeypatch):
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
-
-    replica = world.replica()
-    client = world.client(replica)
-    monkeypatch.setattr(service, "open_memory", refused)
-    assert client.sync_weights(FAKE_SPECS, make_arrays, step=0).step == 0
-    assert sum(chunks) == 512 + 32
-    assert "memory cannot be read: Permission denied" in client.lines[0]
+    if is_lost:
+        assert "memory cannot be read: Permission denied" in client.lines[0]
+    else:
+        assert client.lines == []  # no attempt failed
 
 
 @pytest.mark.parametrize("is_there", [True, False])

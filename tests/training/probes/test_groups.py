@@ -7,8 +7,8 @@ from semrl_jax.metrics import MetricKey, lidar
 from semrl_jax.metrics.names import GROUP_METRICS
 from semrl_jax.runs import validate
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.support.errors import UserError
 from semrl_jax.training.probes.groups import group_indicators
+from tests.cases import refused
 from tests.fixtures import make_scored
 from tests.tiny import tiny_config
 
@@ -86,5 +86,4 @@ def test_wrong_settings_are_refused(fields, match):
     config.metrics.of_groups = GROUP_METRICS
     validate(config)
     config.update_from_flattened_dict(fields)
-    with pytest.raises(UserError, match=match):
-        validate(config)
+    refused(match, validate, config)

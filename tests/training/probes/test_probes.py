@@ -24,6 +24,7 @@ from semrl_jax.training.probes import (
     Tools,
     load_probes,
 )
+from tests.cases import refused
 from tests.fixtures import make_scored
 from tests.tiny import tiny_config
 from tests.training.test_packing import batch_of
@@ -82,18 +83,15 @@ def test_probes_add_needs_metrics_and_scalars():
 
 def test_mistakes_in_a_users_probe_are_named(config):
     loaded(config, "none")
-    with pytest.raises(UserError, match=r"probe\(tools\) must return a .*Probe or None, not str"):
-        loaded(config, "text")
-    with pytest.raises(UserError, match=r"probes: probe of .*test_probes failed .KeyError"):
-        loaded(config, "other")
+    refused(r"probe\(tools\) must return a .*Probe or None, not str", loaded, config, "text")
+    refused(r"probes: probe of .*test_probes failed .KeyError", loaded, config, "other")
     probes = loaded(config)
     with pytest.raises(UserError, match=r"metrics.probes: before of .*test_probes failed"):
         probes.before(SEEN._replace(scored=[None]))
     config = tiny_config()
     for name, reason in (("tests.nothing", "cannot be imported"), ("tests.tiny", "has no 'probe'")):
         config.metrics.probes = (name,)
-        with pytest.raises(UserError, match=f"metrics.probes='{name}'.*{reason}"):
-            validate(config)
+        refused(f"metrics.probes='{name}'.*{reason}", validate, config)
 
 
 def test_the_shaping_uses_what_a_users_probe_declares(monkeypatch):
@@ -101,8 +99,7 @@ def test_the_shaping_uses_what_a_users_probe_declares(monkeypatch):
     config = tiny_config()
     config.metrics.probes = (__name__,)
     config.shaping.guidance = "length"
-    with pytest.raises(UserError, match=r"shaping uses 'length', which is unknown.*INDICATORS"):
-        validate(config)
+    refused(r"shaping uses 'length', which is unknown.*INDICATORS", validate, config)
     monkeypatch.setattr(module, "INDICATORS", ("length",), raising=False)
     validate(config)
     assert Probes([(module, Lengths(2))]).before(SEEN).scored.metrics[KEY].value.tolist() == [2] * 4
@@ -140,5 +137,4 @@ def test_a_column_of_another_shape_names_the_probe(shape):
             return seen.with_metrics({KEY: Measurement(np.ones(shape), np.ones(shape, bool))})
 
     probes = Probes([(sys.modules[__name__], Wrong())])
-    with pytest.raises(UserError, match=r"before of .*test_probes failed .ValueError: .*'length'"):
-        probes.before(SEEN)
+    refused(r"before of .*test_probes failed .ValueError: .*'length'", probes.before, SEEN)
