@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from semrl_jax.data import arithmetic
-from semrl_jax.data.curricula import Curriculum, Prompts, Seen
+from semrl_jax.data.curricula import Curriculum, PromptHistory, Prompts
 from semrl_jax.data.encoding import encode, special_prefix
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.support.errors import UserError
@@ -29,7 +29,7 @@ class Position(NamedTuple):
 
     epoch: int
     cursor: int  # prompts consumed of the epoch
-    seen: Seen | None = None  # only with a curriculum
+    seen: PromptHistory | None = None  # only with a curriculum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

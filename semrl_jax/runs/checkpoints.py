@@ -21,6 +21,8 @@ from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.models import Params
 from semrl_jax.runs.adapters import AdapterRecord, check_resumed
+from semrl_jax.runs.checkpoint_exchange import TIMEOUT_S as EXCHANGE_TIMEOUT_S
+from semrl_jax.runs.checkpoint_exchange import TMP_MARK, CheckpointExchange
 from semrl_jax.runs.checkpoint_files import (
     UnreadableError,
     check_structure,
@@ -35,8 +37,6 @@ from semrl_jax.runs.checkpoint_files import (
 from semrl_jax.runs.copies import Copies
 from semrl_jax.runs.export import MODEL, Exporter
 from semrl_jax.runs.joint_save import JointSave
-from semrl_jax.runs.parts import TIMEOUT_S as PARTS_TIMEOUT_S
-from semrl_jax.runs.parts import TMP_MARK, Parts
 from semrl_jax.support.errors import UserError, disk_refusal
 from semrl_jax.support.safe_files import remove
 from semrl_jax.training.train_state import DataPosition, TrainState
@@ -91,7 +91,7 @@ class Checkpoints:
         self._warn = warn
         self.adapter = adapter
         self._exporter = exporter if export else None
-        self._timeout_s = SAVE_TIMEOUT_S if shared else PARTS_TIMEOUT_S
+        self._timeout_s = SAVE_TIMEOUT_S if shared else EXCHANGE_TIMEOUT_S
         self._checkpointer = open_checkpointer(self._barrier, self._timeout_s)
         self._sound: set[int] = set()  # steps sealed or restored by this attempt
         self._unsound: set[int] = set()  # steps that do not match their manifest
@@ -107,7 +107,9 @@ class Checkpoints:
         if copy_to and (self._peers.index == 0 or not shared):
             place = copy_to, self._directory.parent
             self._copies = Copies(*place, self._kept, warn, apart=not shared)
-        self._parts = None if shared else Parts(self._copies, self._directory, self._peers)
+        self._exchange = (
+            None if shared else CheckpointExchange(self._copies, self._directory, self._peers)
+        )
         self._num_saves = 0
         self._joint = JointSave(self._name, self._peers)
 
@@ -136,8 +138,8 @@ class Checkpoints:
         if refused:
             self._note_refusal(step, refused)
             return
-        if self._parts:
-            self._parts.begin(step)
+        if self._exchange:
+            self._exchange.begin(step)
         try:
             self._checkpointer.save(
                 self._directory / str(step),
@@ -168,16 +170,16 @@ class Checkpoints:
             folder = self._directory / str(step)
             problem = on_first(self._peers, "restore", lambda: checkpoint_problem(folder))  # noqa: B023
             if not problem:
-                if self._parts:
-                    self._parts.hand_out(step)
+                if self._exchange:
+                    self._exchange.hand_out(step)
                 meta = read_meta(folder)
                 check_resumed(meta, self.adapter, folder)
                 try:
                     run_phase(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     with self._peers.phase("restore"):
                         state = restore_tree(folder, like)
-                    if self._parts:
-                        self._parts.remove_own()
+                    if self._exchange:
+                        self._exchange.remove_own()
                     self._sound.add(step)
                     return state._replace(position=DataPosition(**meta["position"]))
                 except Exception as error:
@@ -235,10 +237,10 @@ class Checkpoints:
                 if self._peers.index == 0:
                     self._staged(step).rename(self._directory / str(step) / MODEL)
                 self._joint.wait(MODEL, MANIFEST_TIMEOUT_S)  # manifests have its files
-            if not self._parts:
+            if not self._exchange:
                 write_manifest(self._directory / str(step))
-            elif self._parts.lends:
-                self._parts.remove_own()
+            elif self._exchange.lends:
+                self._exchange.remove_own()
             else:
                 write_manifest(self._directory / str(step), of_all=True)
             # Without all manifests, this checkpoint must not replace an older one.
@@ -259,7 +261,7 @@ class Checkpoints:
 
         It calls it again after that, with another key.
         """
-        with self._parts.exchanged(key) if self._parts else contextlib.nullcontext():
+        with self._exchange.exchanged(key) if self._exchange else contextlib.nullcontext():
             self._joint.wait(key, timeout_ms / 1000)
 
     def _agree_on_failure(self) -> None:
@@ -288,7 +290,7 @@ class Checkpoints:
             probe.mkdir()
             (probe / "file").write_bytes(bytes(4096))
             remove(probe)
-            if self._parts:
+            if self._exchange:
                 self._copies.clear(step)
         except OSError as error:
             if disk_refusal(error) is None:

@@ -20,7 +20,7 @@ from semrl_jax.algorithms.algorithm import check_functions, load_algorithm
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.data.curricula import Seen, find_curriculum
+from semrl_jax.data.curricula import PromptHistory, find_curriculum
 from semrl_jax.environments.journal import Journal
 from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation.entries import (
@@ -209,7 +209,7 @@ def check_inputs(
         curriculum=find_curriculum(config.data.curriculum),
     )
     if prompts.curriculum is not None:  # a first draw finds its mistakes
-        start = data.Position(0, 0, Seen.nothing(len(prompts)))
+        start = data.Position(0, 0, PromptHistory.nothing(len(prompts)))
         data.next_rows(prompts, config.seed, start, 1)
     if epochs := config.training.num_epochs:
         per_step = config.data.prompts_per_step

@@ -19,7 +19,7 @@ from semrl_jax import models
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.data.curricula import Seen
+from semrl_jax.data.curricula import PromptHistory
 from semrl_jax.models.peft import num_parameters
 from semrl_jax.models.pinned import fetched
 from semrl_jax.models.products import Products
@@ -262,7 +262,7 @@ class Learner:
             f"{each.name}/learning_rate": each.learning_rate(state.trained(each.name))
             for each in trainees
         }
-        whole = self._whole(batch, passes, credit)
+        whole = self._all_rows(batch, passes, credit)
         history = []
         seed, step = self.config.seed, int(state.step)
         for number, rows in enumerate(self._minibatches(len(batch.token_ids), size, step)):
@@ -279,7 +279,7 @@ class Learner:
         means["policy/flops"] = self.flops(whole.rows, passes, {each.name for each in trainees})
         return state, means | rates, None if logprobs is None else np.asarray(logprobs)
 
-    def _whole(self, batch: RolloutBatch, passes: ForwardPasses, credit: Credit) -> MiniBatch:
+    def _all_rows(self, batch: RolloutBatch, passes: ForwardPasses, credit: Credit) -> MiniBatch:
         """What the losses take of all responses of a step."""
         if credit.response_mask is not None:
             batch = batch._replace(response_mask=np.asarray(credit.response_mask))
@@ -292,7 +292,7 @@ class Learner:
         self, state: TrainState, batch: RolloutBatch, passes: ForwardPasses, credit: Credit
     ) -> dict[str, Any]:
         """`trainee.gradient_sums` of each trainee over all responses as one mini-batch."""
-        whole, step = self._whole(batch, passes, credit), int(state.step)
+        whole, step = self._all_rows(batch, passes, credit), int(state.step)
         if self.lora is not None and self.lora.dropout:
             whole = whole._replace(dropout=update_number(self.config.seed, step, 0))
         with self.peers.phase("update"), self.device_lock:
@@ -387,7 +387,7 @@ class Learner:
 
     @property
     def _first_seen(self) -> dict[str, np.ndarray]:
-        return Seen.nothing(self.num_seen)._asdict() if self.num_seen else {}
+        return PromptHistory.nothing(self.num_seen)._asdict() if self.num_seen else {}
 
     def _trained_shapes(self, model: models.Policy | models.ValueModel) -> models.Params:
         """Shapes of the parameters of a model that are in the train state."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from semrl_jax.algorithms.algorithm import State
 from semrl_jax.algorithms.credit import Memory
-from semrl_jax.data.curricula import Seen
+from semrl_jax.data.curricula import PromptHistory
 from semrl_jax.data.prompts import Position
 from semrl_jax.models import Params, from_host, parameter_shardings, replicated
 from semrl_jax.shaping import ShapingState
@@ -55,13 +55,13 @@ class TrainState(NamedTuple):
     # `settings.rollout.num_earlier`. Batches that were sampled with them and not trained on are
     # sampled again after a resume. Before step 0 those of step 0 take their place.
     earlier: tuple[Params, ...] = ()
-    # With a curriculum, what was seen of each prompt: `Seen` as a dict of arrays.
+    # With a curriculum, what was seen of each prompt: `PromptHistory` as a dict of arrays.
     seen: State = {}  # noqa: RUF012
 
     @property
     def prompts(self) -> Position:
         """How far the prompts are read, in NumPy."""
-        seen = Seen(**jax.device_get(self.seen)) if self.seen else None
+        seen = PromptHistory(**jax.device_get(self.seen)) if self.seen else None
         return Position(*self.position, seen)
 
     @property

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from semrl_jax.data.curricula import PARTS, Curriculum, Prompts, Seen, find_curriculum
+from semrl_jax.data.curricula import PARTS, Curriculum, PromptHistory, Prompts, find_curriculum
 from semrl_jax.data.prompts import Position, advanced, next_rows
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
@@ -74,7 +74,7 @@ def test_prompts_without_weight_come_last():
 def test_a_position_counts_prompts_and_keeps_what_was_seen():
     curriculum = find_curriculum("learnability:floor=0")
     dataset = dataclasses.replace(numbered(5), curriculum=curriculum)
-    seen = Seen.nothing(5).after([0, 1, 2], np.array([[1, 1], [0, 0], [1, 0]], bool))
+    seen = PromptHistory.nothing(5).after([0, 1, 2], np.array([[1, 1], [0, 0], [1, 0]], bool))
     np.testing.assert_array_equal(seen.rates, np.float32([1, 0, 0.5, 0, 0]))
     np.testing.assert_array_equal(seen.visits, [1, 1, 1, 0, 0])
     start = Position(1, 4, seen)

@@ -29,26 +29,26 @@ PARTS = ("Options", "weights")
 _DRAWS = 0x0DE5  # third number of the seed; 0x0DE4 is of the order of an epoch
 
 
-class Seen(NamedTuple):
+class PromptHistory(NamedTuple):
     """What a run has seen of its N prompts, in its checkpoints."""
 
     rates: Float[np.ndarray, " N"]  # float32 share of correct responses at the last visit, or 0.0
     visits: Int[np.ndarray, " N"]  # int32 groups of responses so far
 
     @classmethod
-    def nothing(cls, num_prompts: int) -> Seen:
+    def nothing(cls, num_prompts: int) -> PromptHistory:
         return cls(np.zeros(num_prompts, np.float32), np.zeros(num_prompts, np.int32))
 
-    def after(self, rows: Sequence[int], correct: Bool[np.ndarray, "P G"]) -> Seen:
+    def after(self, rows: Sequence[int], correct: Bool[np.ndarray, "P G"]) -> PromptHistory:
         """With the responses to these prompts."""
         rates, visits = self.rates.copy(), self.visits.copy()
         rates[rows] = correct.mean(axis=1)
         np.add.at(visits, rows, 1)
-        return Seen(rates, visits)
+        return PromptHistory(rates, visits)
 
 
 class Prompts(NamedTuple):
-    """What a curriculum knows of N prompts; `rates` and `visits` as in `Seen`."""
+    """What a curriculum knows of N prompts; `rates` and `visits` as in `PromptHistory`."""
 
     rates: Float[np.ndarray, " N"]
     visits: Int[np.ndarray, " N"]

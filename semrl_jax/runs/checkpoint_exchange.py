@@ -24,7 +24,7 @@ WRITTEN = "async_write_complete"  # in the name of Orbax's barrier after all hav
 TIMEOUT_S = 3600.0  # of a save
 
 
-class Parts:
+class CheckpointExchange:
     """The exchange of one run; `directory` has the checkpoints of this process."""
 
     def __init__(self, copies: Copies, directory: pathlib.Path, peers: Peers):
