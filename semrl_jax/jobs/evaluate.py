@@ -43,7 +43,7 @@ from semrl_jax.jobs.inference import (
 from semrl_jax.jobs.result_directory import SAMPLES, Part, ResultDirectory, open_results
 from semrl_jax.jobs.sample import request_of, resumable, sample_calls
 from semrl_jax.metrics import Measurement, MetricKey
-from semrl_jax.models.of_config import ModelFiles, build_policy, value_params
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.pages.report.evaluations import RESULTS, TABLE, read_evaluated, write_table
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.policies import PolicySource
@@ -53,8 +53,7 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import write_json
-from semrl_jax.training.packing import row_plan
-from semrl_jax.training.reward_model import batch_scores, find_reward_model
+from semrl_jax.training.reward_model import RewardModelFiles, Scorer, find_reward_model
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.types import Rollout, SamplingParams, distribution_of
 
@@ -161,7 +160,7 @@ def _evaluate_model(
             graders = {p.data_source: graders.get(p.data_source, rewards) for p in problems}
         if only_check:
             mesh = check_inference(config, policy, tokenizer)
-            _find_reward_model(config, policy, tokenizer, mesh)
+            _find_reward_model(config, policy, tokenizer, mesh, problems)
             benchmarks = sorted({problem.data_source for problem in problems})
             counts = f"{len(problems)} problems", f"benchmarks {' '.join(benchmarks)}"
             for source, path in sources.items():
@@ -184,7 +183,7 @@ def _evaluate_model(
                 environments=environments,
             )
         )
-        judged = _reward_model(inference)
+        judged = _reward_model(inference, problems)
         evaluator = Evaluator(
             config=config,
             problems=problems,
@@ -199,35 +198,57 @@ def _evaluate_model(
             yield _evaluate_policy(source, directory, inference, evaluator, judged, reporter, stop)
 
 
-def _reward_model(inference: Inference) -> Judge:
+def _reward_model(inference: Inference, problems: Sequence[data.PromptExample]) -> Judge:
     """Adds the score of `evaluation.reward_model` to the metrics of responses, if there is one."""
     config, mesh = inference.config, inference.mesh
-    files = _find_reward_model(config, inference.policy, inference.tokenizer, mesh)
+    files = _find_reward_model(config, inference.policy, inference.tokenizer, mesh, problems)
     if files is None:
         return lambda items: items
-    params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
-    plan = row_plan(mesh, config.training)
+    scorer = Scorer.load(files, config, mesh)
 
     def judged(items: Scored) -> Scored:
         if not items:
             return items
-        batch = pad_batch(
+        batch = functools.partial(
+            pad_batch,
             [item.rollout for item in items],
             pad_token_id=inference.tokenizer.pad_token_id,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
         )
-        scores = batch_scores(params, batch, model=files.model, plan=plan)
+        scores = scorer.scores(items, batch)
         return items.with_metrics({REWARD_MODEL: Measurement(scores, np.isfinite(scores))})
 
     return judged
 
 
 def _find_reward_model(
-    config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any, mesh: Mesh
-) -> ModelFiles | None:
-    path = config.evaluation.reward_model
-    return find_reward_model("evaluation.reward_model", path, config, policy, tokenizer, mesh)
+    config: ml_collections.ConfigDict,
+    policy: models.Policy,
+    tokenizer: Any,
+    mesh: Mesh,
+    problems: Sequence[data.PromptExample],
+) -> RewardModelFiles | None:
+    path, options = config.evaluation.reward_model, config.rewards.model
+    if path and options.tokenizer == "own" and _has_episodes(problems):
+        raise UserError(
+            f"evaluation.reward_model={path!r}: rewards.model.tokenizer='own' reads one question "
+            "and one response, and a benchmark has an environment; leave one of them out."
+        )
+    of_policy = config, policy, tokenizer, mesh
+    return find_reward_model("evaluation.reward_model", path, *of_policy, problems)
+
+
+def _has_episodes(problems: Sequence[data.PromptExample]) -> bool:
+    return any(opening_of(problem.columns) is not None for problem in problems)
+
+
+def _of_texts(config: ml_collections.ConfigDict) -> list[str]:
+    """Settings of a reward model with its own tokenizer, which decide its scores."""
+    if not config.evaluation.reward_model or config.rewards.model.tokenizer == "policy":
+        return []
+    names = "tokenizer", "chat_template", "max_tokens", "truncation"
+    return [f"rewards.model.{name}" for name in names]
 
 
 def _check_plans(evaluator: Evaluator) -> None:
@@ -259,7 +280,7 @@ def _evaluate_policy(
     digest = inference.load(source)
     benchmarks = evaluator.benchmarks
     directory.check(
-        request_of(config, "evaluation.reward_model") | {"weights": digest},
+        request_of(config, "evaluation.reward_model", *_of_texts(config)) | {"weights": digest},
         {
             name: _identity(benchmark, evaluator, inference)
             for name, benchmark in benchmarks.items()

@@ -243,7 +243,13 @@ def check_inputs(
         episodes=episodes,
         scores=scores,
         reward_model=find_reward_model(
-            "rewards.model.path", config.rewards.model.path, config, policy, tokenizer, mesh
+            "rewards.model.path",
+            config.rewards.model.path,
+            config,
+            policy,
+            tokenizer,
+            mesh,
+            prompts.examples,
         ),
         lora=lora,
         adapter=adapter,
