@@ -31,6 +31,7 @@ from semrl_jax.evaluation.entries import (
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
 from semrl_jax.evaluation.graders import open_graders, takes_rows
 from semrl_jax.evaluation.problems import load_problems
+from semrl_jax.evaluation.programs import runs_programs, with_programs
 from semrl_jax.evaluation.protocols import Plan, load_scores
 from semrl_jax.evaluation.samples import Sample, read_samples, table_of
 from semrl_jax.jobs.inference import (
@@ -158,6 +159,7 @@ def _evaluate_model(
         if alone - graders.keys():
             rewards = stack.enter_context(VerifierPool.of(config.rewards))
             graders = {p.data_source: graders.get(p.data_source, rewards) for p in problems}
+        graders = with_programs(stack, config, problems, graders)
         if only_check:
             mesh = check_inference(config, policy, tokenizer)
             _find_reward_model(config, policy, tokenizer, mesh, problems)
@@ -426,6 +428,7 @@ def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) 
         "problems": data.dataset_hash(data.PromptDataset(problems)),
         **plan._asdict(),
         "verifier": verifier,
+        "programs run": any(runs_programs(config, problem) for problem in problems),
         **{f"rewards.{field}": config.rewards[field] for field in fields},
         **limits,
     }

@@ -103,6 +103,12 @@ class Evaluation:
         "Verifier of all held-out problems, named as in rewards.function. Empty: "
         '"benchmark" for named benchmarks, else the verifier of the rewards.',
     )
+    run_programs: str = setting(
+        "auto",
+        "Responses of launch.evaluate whose Python programs run, so that what they give is graded: "
+        "auto: to prompts of pal, tora, tool-integrated and jiuzhang_tora; always; never",
+        choices=("auto", "always", "never"),
+    )
     metrics: bool = setting(False, "True: measure hidden states of evaluated responses too")
     metric_series: bool = setting(
         False,
