@@ -43,6 +43,7 @@ from semrl_jax.jobs.inference import (
 )
 from semrl_jax.jobs.result_directory import SAMPLES, Part, ResultDirectory, open_results
 from semrl_jax.jobs.sample import request_of, resumable, sample_calls
+from semrl_jax.jobs.uploads import check_upload, upload
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.pages.report.evaluations import RESULTS, TABLE, read_evaluated, write_table
@@ -109,6 +110,7 @@ def evaluate(
     `only_check` nothing is sampled or written. `config.model.path` is not read. Returns 0, or 75
     after a signal; UserError for a wrong setting, file, policy or replica.
     """
+    check_upload(config)
     places = {source: output if len(sources) == 1 else output / source.name for source in sources}
 
     def work(reporter: Reporter, stop: StopRequest) -> None:
@@ -122,6 +124,12 @@ def evaluate(
             files = {item.source.name: item.directory / RESULTS for item in found}
             write_table(output / TABLE, [read_evaluated(*item) for item in files.items()])
             reporter.notice(f"done: see {output / 'page.html'} and the other files there")
+        if found and config.evaluation.upload:
+            evaluations: dict[str, list[tuple[int, pathlib.Path]]] = {}
+            for source, directory, _ in found:
+                run = source.name.removesuffix(f"-step{source.step}")
+                evaluations.setdefault(run, []).append((source.step, directory / RESULTS))
+            upload(config, evaluations, output, reporter.notice)
 
     return resumable(work, quiet=quiet and not only_check)
 

@@ -103,6 +103,11 @@ class Evaluation:
         "Verifier of all held-out problems, named as in rewards.function. Empty: "
         '"benchmark" for named benchmarks, else the verifier of the rewards.',
     )
+    upload: bool = setting(
+        False,
+        "True: launch.evaluate sends its figures to the trackers of config.logging, a run of the "
+        "tracker for each policy and a row for each step",
+    )
     run_programs: str = setting(
         "auto",
         "Responses of launch.evaluate whose Python programs run, so that what they give is graded: "

@@ -257,6 +257,7 @@ OURS_ALONE = {
     },
     "evaluation.responses_per_call": "of another command",
     "evaluation.reward_model": "of another command",
+    "evaluation.upload": "of another command",
     "evaluation.run_programs": "of another command",
     "evaluation.metric_series": "only more columns in files",
     "evaluation.held_out": "files alone", "evaluation.subset_seed": "all problems",
