@@ -279,7 +279,7 @@ async def measure_each(
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)
                 num_held -= rollout.num_state_bytes
-                metrics, (mean_state,), ranks = future.result()
+                metrics, (mean_state,), ranks, _ = future.result()
                 rollout = dataclasses.replace(
                     rollout, metrics=metrics, mean_state=mean_state, effective_ranks=ranks
                 )
