@@ -436,7 +436,7 @@ def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) 
         "problems": data.dataset_hash(data.PromptDataset(problems)),
         **plan._asdict(),
         "verifier": verifier,
-        "programs run": any(runs_programs(config, problem) for problem in problems),
+        "evaluation.run_programs": any(runs_programs(config, problem) for problem in problems),
         **{f"rewards.{field}": config.rewards[field] for field in fields},
         **limits,
     }
