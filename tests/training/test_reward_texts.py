@@ -1,6 +1,7 @@
 """A reward model with its own tokenizer: scores of transformers for the texts of its template."""
 
 import dataclasses
+import json
 import types
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 import transformers
 
 from semrl_jax import data, models
+from semrl_jax.jobs import evaluate
 from semrl_jax.runs import train
+from semrl_jax.sampling.openings import COLUMN, Opening
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import reward_texts
 from semrl_jax.training.reward_model import Scorer, find_reward_model
@@ -158,6 +161,18 @@ def test_another_template_is_another_reward(found, tmp_path):
     found_texts += [found(truncation="left")[0].texts, found(chat_template=str(file))[0].texts]
     assert len({texts.identity for texts in found_texts}) == 4
     assert isinstance(found_texts[0], reward_texts.RewardTexts)
+
+
+def test_an_evaluation_of_episodes_is_refused(config):
+    """A conversation of several turns is no question with its response."""
+    opening = Opening(**{name: {} for name in Opening._fields})
+    row = json.dumps({COLUMN: opening._asdict()})
+    config.evaluation.reward_model, config.rewards.model.tokenizer = "judge", "own"
+    problems = [types.SimpleNamespace(columns=text) for text in ("", row)]
+    with pytest.raises(UserError, match=r"tokenizer='own' reads one question .*an environment"):
+        evaluate._find_reward_model(config, None, None, None, problems)
+    with pytest.raises(UserError, match=r"'judge'.* does not exist"):
+        evaluate._find_reward_model(config, None, None, None, problems[:1])
 
 
 @pytest.mark.slow
