@@ -14,8 +14,10 @@ from semrl_jax import data, models
 from semrl_jax.jobs import evaluate
 from semrl_jax.runs import train
 from semrl_jax.sampling.openings import COLUMN, Opening
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import reward_texts
+from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import Scorer, find_reward_model
 from tests.fixtures import make_scored
 from tests.training.test_packing import mesh_of
@@ -90,7 +92,7 @@ def test_scores_are_those_of_transformers_for_the_texts_of_its_template(saved, f
         directory, files.model, models.parameter_shardings(files.model.shapes(), mesh_of(2))
     )
     plan = reward_plan(found.config)
-    scores = Scorer(files.model, params, plan, files.texts).scores(scored, None)
+    scores = Scorer(files.model, params, plan, files.texts).scores(Scored(scored), no_batch)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     sequences = texts_of_transformers(tokenizer, 24, side)
     lengths = list(map(len, sequences))
@@ -102,9 +104,11 @@ def test_scores_are_those_of_transformers_for_the_texts_of_its_template(saved, f
     assert np.ptp(scores) > 1
 
 
-def reward_plan(config):
-    from semrl_jax.training.packing import row_plan
+def no_batch():
+    raise AssertionError("the rows of the policy's token ids are not needed")
 
+
+def reward_plan(config):
     config.training.micro_batch_size = 2
     return row_plan(mesh_of(2), config.training)
 
