@@ -172,7 +172,7 @@ class MLflow:
                 params = [Param(name, f"{value}"[:500]) for name, value in settings.items()]
                 for first in range(0, len(params), 100):  # the most of a call
                     self._client.log_batch(self._run_id, params=params[first : first + 100])
-        except MlflowException as error:
+        except (MlflowException, OSError) as error:
             reason = " ".join(f"{error}".split())[:200].rstrip(".")
             raise UserError(
                 f"logging.mlflow={project!r}: {reason}; set MLFLOW_TRACKING_URI, or leave it empty."
