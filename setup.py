@@ -63,6 +63,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "wandb": ["wandb>=0.25"],
         "trackio": ["trackio>=0.20"],
+        "mlflow": ["mlflow-skinny>=3"],
         "buckets": BUCKETS,  # checkpoints.copy_to
         "reasoning_gym": [REASONING_GYM],  # data.task="reasoning_gym"
         "openenv": [WEBSOCKETS],  # environment.name="openenv:..."

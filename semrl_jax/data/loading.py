@@ -37,6 +37,7 @@ def load_prompts(
     add_special_tokens: bool = True,
     max_prompt_tokens: int = 512,
     keep_long: bool = False,
+    keep_questions: bool = False,
     skip_bad_rows: bool = False,
     num_rows: int = 0,
     rows_seed: int | None = None,
@@ -53,6 +54,8 @@ def load_prompts(
       max_prompt_tokens: the limit, template and special tokens included.
       keep_long: prompts above the limit are kept, for benchmarks, whose size must not change,
         instead of left out. They are counted either way.
+      keep_questions: whether prompts keep their questions, which need memory. Benchmarks and
+        prompts with whole rows always keep them.
       skip_bad_rows: leave bad rows out and count them, instead of raising.
       num_rows: maximum number of rows to take over all files, bad ones included; 0 takes all.
       rows_seed: chooses these rows at random, in their order; those of a smaller number are among
@@ -107,7 +110,7 @@ def load_prompts(
                         "wrong."
                     )
             # Benchmarks and files of generated responses show the question.
-            shown = keep_long or reader.keep_columns
+            shown = keep_questions or keep_long or reader.keep_columns
             problem = problem._replace(question=problem.question if shown else "")
             examples.append(_example(problem, prompt, ids, index, template, source))
         if time.monotonic() - reported_s > _PROGRESS_S:

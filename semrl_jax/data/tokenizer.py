@@ -179,12 +179,14 @@ def check_same_tokens(field: str, path: str | os.PathLike[str], tokenizer: Token
         theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
     except UserError as error:
         raise UserError(f"{field}={str(path)!r}: {error}") from None
+    others = ", or set rewards.model.tokenizer='own'" if "reward" in field else ""
     for token in sorted(theirs.keys() | ours.keys(), key=lambda t: (ours.get(t, len(ours)), t)):
         if theirs.get(token) != ours.get(token):
             raise UserError(
                 f"{field}={str(path)!r} has another tokenizer than the policy: the token "
                 f"{token!r:.50} is {theirs.get(token, 'missing')} there and "
-                f"{ours.get(token, 'missing')} in model.path; name a model of the same tokenizer."
+                f"{ours.get(token, 'missing')} in model.path; name a model of the same "
+                f"tokenizer{others}."
             )
 
 

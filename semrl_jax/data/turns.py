@@ -97,6 +97,14 @@ class ChatTurns:
         )
         return [self._given(each) if _is_of_ids(each) else next(begun) for each in conversations]
 
+    def ended(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
+        """Token ids of whole conversations, which nobody continues; TemplateError if refused."""
+        marked = [tuple(map(self._marked, messages)) for messages in conversations]
+        found = self._rendered(marked, is_open=False)
+        if failed := [each for each in found if isinstance(each, TemplateError)]:
+            raise failed[0]
+        return list(map(self._encoded, found))
+
     def continued(
         self,
         transcripts: Sequence[Transcript],
@@ -218,12 +226,13 @@ class ChatTurns:
         return re.compile("|".join(map(re.escape, longest_first)))
 
     def _rendered(
-        self, conversations: Sequence[Sequence[Mapping[str, str]]]
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], is_open: bool = True
     ) -> list[str | TemplateError]:
+        """Their texts; `is_open`: up to the place where the policy's next message begins."""
         template = chat_template_text(self._tokenizer, self._tools)
 
         def render(conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-            asked = [(messages, True) for messages in conversations]
+            asked = [(messages, is_open) for messages in conversations]
             rendered = render_chat(self._tokenizer, template, asked, tools=self._tools)
             return [each.text for each in rendered]
 
@@ -232,7 +241,7 @@ class ChatTurns:
         except TemplateError as error:
             if len(conversations) == 1:
                 return [error]
-            return [found for each in conversations for found in self._rendered([each])]
+            return [found for each in conversations for found in self._rendered([each], is_open)]
 
     def _encoded(self, text: str) -> list[int]:
         """Token ids of a rendered text, in which marks stand for control tokens as text."""

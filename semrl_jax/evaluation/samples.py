@@ -15,7 +15,7 @@ from semrl_jax import data
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.response_files import IDS, METRICS
+from semrl_jax.support.response_files import IDS, METRICS, SERIES
 
 NOT_SAMPLED = "prompt_too_long"  # finish reason of the samples of a problem that was not sampled
 
@@ -43,7 +43,8 @@ class Sample(NamedTuple):
     metrics: Mapping[str, float]
     turn_characters: Sequence[int] = ()  # of an episode
     turn_rewards: Sequence[float] = ()
-    # Columns of TOKENS that the response has, until it is written: scores and pages need none.
+    # Columns of TOKENS and SERIES that the response has, until it is written: scores and pages
+    # need none.
     tokens: Mapping[str, np.ndarray] = MappingProxyType({})
 
     @property
@@ -67,7 +68,7 @@ def of_row(row: Mapping[str, Any]) -> Sample:
     more: dict[str, Any] = {
         name: np.asarray(row[name]).tolist() for name in OF_EPISODES if row.get(name) is not None
     }
-    if tokens := {name: row[name] for name in TOKENS if name in row}:
+    if tokens := {n: v for n, v in row.items() if n in TOKENS or n.startswith(SERIES)}:
         more["tokens"] = tokens
     return Sample(*(row[name] for name in COLUMNS), metrics, **more)
 

@@ -30,6 +30,7 @@ from semrl_jax.evaluation.entries import (
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
 from semrl_jax.evaluation.graders import open_graders, takes_rows
 from semrl_jax.evaluation.problems import load_problems
+from semrl_jax.evaluation.programs import runs_programs, with_programs
 from semrl_jax.evaluation.protocols import Plan, load_scores
 from semrl_jax.evaluation.samples import Sample, read_samples, table_of
 from semrl_jax.jobs.inference import (
@@ -41,8 +42,9 @@ from semrl_jax.jobs.inference import (
 )
 from semrl_jax.jobs.result_directory import SAMPLES, Part, ResultDirectory, open_results
 from semrl_jax.jobs.sample import request_of, resumable, sample_calls
+from semrl_jax.jobs.uploads import check_upload, upload
 from semrl_jax.metrics import Measurement, MetricKey
-from semrl_jax.models.of_config import ModelFiles, build_policy, value_params
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.pages.report.evaluations import RESULTS, TABLE, read_evaluated, write_table
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.policies import PolicySource
@@ -52,8 +54,7 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import write_json
-from semrl_jax.training.packing import row_plan
-from semrl_jax.training.reward_model import batch_scores, find_reward_model
+from semrl_jax.training.reward_model import RewardModelFiles, Scorer, find_reward_model
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.types import Rollout, SamplingParams, distribution_of
 
@@ -108,6 +109,7 @@ def evaluate(
     `only_check` nothing is sampled or written. `config.model.path` is not read. Returns 0, or 75
     after a signal; UserError for a wrong setting, file, policy or replica.
     """
+    check_upload(config)
     places = {source: output if len(sources) == 1 else output / source.name for source in sources}
 
     def work(reporter: Reporter, stop: StopRequest) -> None:
@@ -121,6 +123,12 @@ def evaluate(
             files = {item.source.name: item.directory / RESULTS for item in found}
             write_table(output / TABLE, [read_evaluated(*item) for item in files.items()])
             reporter.notice(f"done: see {output / 'page.html'} and the other files there")
+        if found and config.evaluation.upload:
+            evaluations: dict[str, list[tuple[int, pathlib.Path]]] = {}
+            for source, directory, _ in found:
+                run = source.name.removesuffix(f"-step{source.step}")
+                evaluations.setdefault(run, []).append((source.step, directory / RESULTS))
+            upload(config, evaluations, output, reporter.notice)
 
     return resumable(work, quiet=quiet and not only_check)
 
@@ -158,9 +166,10 @@ def _evaluate_model(
         if alone - graders.keys():
             rewards = stack.enter_context(VerifierPool.of(config.rewards))
             graders = {p.data_source: graders.get(p.data_source, rewards) for p in problems}
+        graders = with_programs(stack, config, problems, graders)
         if only_check:
             mesh = check_inference(config, policy, tokenizer)
-            _find_reward_model(config, policy, tokenizer, mesh)
+            _find_reward_model(config, policy, tokenizer, mesh, problems)
             benchmarks = sorted({problem.data_source for problem in problems})
             counts = f"{len(problems)} problems", f"benchmarks {' '.join(benchmarks)}"
             for source, path in sources.items():
@@ -183,7 +192,7 @@ def _evaluate_model(
                 environments=environments,
             )
         )
-        judged = _reward_model(inference)
+        judged = _reward_model(inference, problems)
         evaluator = Evaluator(
             config=config,
             problems=problems,
@@ -198,35 +207,57 @@ def _evaluate_model(
             yield _evaluate_policy(source, directory, inference, evaluator, judged, reporter, stop)
 
 
-def _reward_model(inference: Inference) -> Judge:
+def _reward_model(inference: Inference, problems: Sequence[data.PromptExample]) -> Judge:
     """Adds the score of `evaluation.reward_model` to the metrics of responses, if there is one."""
     config, mesh = inference.config, inference.mesh
-    files = _find_reward_model(config, inference.policy, inference.tokenizer, mesh)
+    files = _find_reward_model(config, inference.policy, inference.tokenizer, mesh, problems)
     if files is None:
         return lambda items: items
-    params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
-    plan = row_plan(mesh, config.training)
+    scorer = Scorer.load(files, config, mesh)
 
     def judged(items: Scored) -> Scored:
         if not items:
             return items
-        batch = pad_batch(
+        batch = functools.partial(
+            pad_batch,
             [item.rollout for item in items],
             pad_token_id=inference.tokenizer.pad_token_id,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
         )
-        scores = batch_scores(params, batch, model=files.model, plan=plan)
+        scores = scorer.scores(items, batch)
         return items.with_metrics({REWARD_MODEL: Measurement(scores, np.isfinite(scores))})
 
     return judged
 
 
 def _find_reward_model(
-    config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any, mesh: Mesh
-) -> ModelFiles | None:
-    path = config.evaluation.reward_model
-    return find_reward_model("evaluation.reward_model", path, config, policy, tokenizer, mesh)
+    config: ml_collections.ConfigDict,
+    policy: models.Policy,
+    tokenizer: Any,
+    mesh: Mesh,
+    problems: Sequence[data.PromptExample],
+) -> RewardModelFiles | None:
+    path, options = config.evaluation.reward_model, config.rewards.model
+    if path and options.tokenizer == "own" and _has_episodes(problems):
+        raise UserError(
+            f"evaluation.reward_model={path!r}: rewards.model.tokenizer='own' reads one question "
+            "and one response, and a benchmark has an environment; leave one of them out."
+        )
+    of_policy = config, policy, tokenizer, mesh
+    return find_reward_model("evaluation.reward_model", path, *of_policy, problems)
+
+
+def _has_episodes(problems: Sequence[data.PromptExample]) -> bool:
+    return any(opening_of(problem.columns) is not None for problem in problems)
+
+
+def _of_texts(config: ml_collections.ConfigDict) -> list[str]:
+    """Settings of a reward model with its own tokenizer, which decide its scores."""
+    if not config.evaluation.reward_model or config.rewards.model.tokenizer == "policy":
+        return []
+    names = "tokenizer", "chat_template", "max_tokens", "truncation"
+    return [f"rewards.model.{name}" for name in names]
 
 
 def _check_plans(evaluator: Evaluator) -> None:
@@ -258,7 +289,7 @@ def _evaluate_policy(
     digest = inference.load(source)
     benchmarks = evaluator.benchmarks
     directory.check(
-        request_of(config, "evaluation.reward_model") | {"weights": digest},
+        request_of(config, "evaluation.reward_model", *_of_texts(config)) | {"weights": digest},
         {
             name: _identity(benchmark, evaluator, inference)
             for name, benchmark in benchmarks.items()
@@ -398,6 +429,7 @@ def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) 
         "problems": data.dataset_hash(data.PromptDataset(problems)),
         **plan._asdict(),
         "verifier": verifier,
+        "evaluation.run_programs": any(runs_programs(config, problem) for problem in problems),
         **{f"rewards.{field}": config.rewards[field] for field in fields},
         **limits,
     }

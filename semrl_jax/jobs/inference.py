@@ -77,7 +77,8 @@ def open_measuring(
         return None
     options = config.evaluation.metric_options
     check_metrics_of(options, policy)
-    return Measuring(options, stack.enter_context(open_measurer(config, options)))
+    measurer = open_measurer(config, options, config.evaluation.metric_series)
+    return Measuring(options, stack.enter_context(measurer))
 
 
 @contextlib.contextmanager

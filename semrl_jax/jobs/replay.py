@@ -48,6 +48,7 @@ OF_REPLAYS: Mapping[str, Any] = {
     "logging.plot_every_steps": 0,
     "logging.wandb": "",
     "logging.trackio": "",
+    "logging.mlflow": "",
     "checkpoints.every_steps": 10**9,
     "checkpoints.keep_every": 0,
     "checkpoints.extra_steps": (),

@@ -116,6 +116,7 @@ def request_of(config: ml_collections.ConfigDict, *more: str) -> dict[str, Any]:
     }
     if config.evaluation.metrics:
         request["evaluation.metric_options"] = config.evaluation.metric_options.to_dict()
+        request["evaluation.metric_series"] = config.evaluation.metric_series
     return request
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -48,6 +49,8 @@ class Measured(NamedTuple):
     mean_states: Float[np.ndarray, "L D"]  # float32, of its hidden states
     # Float32, of its prefixes in the final layer; None if it has none, or without ER.
     effective_ranks: Float[np.ndarray, " K"] | None = None
+    # Float32, each metric of these prefixes by name, if the measurer was asked for them.
+    series: Mapping[str, Float[np.ndarray, " K"]] = MappingProxyType({})
 
 
 def join_layers(measured: Mapping[int, Measured]) -> Measured:
@@ -58,7 +61,8 @@ def join_layers(measured: Mapping[int, Measured]) -> Measured:
         for key, found in of_layer.metrics.items()
     }
     means = np.concatenate([part.mean_states for part in measured.values()])
-    return Measured(metrics, means, measured[FINAL_LAYER].effective_ranks)
+    final = measured[FINAL_LAYER]
+    return Measured(metrics, means, final.effective_ranks, final.series)
 
 
 class _Kind(NamedTuple):
@@ -89,6 +93,7 @@ class Measurer(contextlib.AbstractContextManager):
       layers: of the rows of the mean states of a batch.
       device_batch: 0 measures on the host; N above 0 measures N responses in parallel on the first
         local device.
+      series: whether the values of all prefixes are kept for each metric, in `Measured.series`.
       options: stride, window, method and names of `hidden_state_metrics`.
     """
 
@@ -100,6 +105,7 @@ class Measurer(contextlib.AbstractContextManager):
         dataset_stride: int = 0,
         layers: tuple[int, ...] = (FINAL_LAYER,),
         device_batch: int = 0,
+        series: bool = False,
         **options,
     ):
         self.layers = layers
@@ -109,7 +115,10 @@ class Measurer(contextlib.AbstractContextManager):
         self._device_batch = device_batch
         for name in options.get("names", RELEASE_METRICS):
             load_metric(name)  # an invalid module of a user fails here, not at the first response
-        self._measure = _compiled(_measure, **options, side_by_side=device_batch > 0)
+        self._measure = _compiled(
+            _measure, **options, side_by_side=device_batch > 0, all_series=series
+        )
+        self._keeps_series = series
         shared = {name: options[name] for name in ("window", "method", "names") if name in options}
         self._measure_dataset = _compiled(dataset_metrics, **shared, stride=dataset_stride)
         self._host = jax.local_devices(backend="cpu")[0]
@@ -212,7 +221,7 @@ class Measurer(contextlib.AbstractContextManager):
             mask[i, : len(item.hidden_states)] = True
         with jax.default_device(self._device):
             metrics, means = jax.device_get(self._measure(padded, mask))
-        return _by_response(metrics, means)[: len(group)]
+        return _by_response(metrics, means, self._keeps_series)[: len(group)]
 
     def _measure_batch(self, means: Float[np.ndarray, "B L D"] | None) -> dict[str, float]:
         if not self._dataset_stride or means is None:
@@ -270,7 +279,7 @@ async def measure_each(
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)
                 num_held -= rollout.num_state_bytes
-                metrics, (mean_state,), ranks = future.result()
+                metrics, (mean_state,), ranks, _ = future.result()
                 rollout = dataclasses.replace(
                     rollout, metrics=metrics, mean_state=mean_state, effective_ranks=ranks
                 )
@@ -306,25 +315,34 @@ def _compiled(function: Callable, **options: Hashable) -> Callable:
 
 
 def _measure(
-    hidden_states: Float[Array, "G T D"], mask: Bool[Array, "G T"], **options
+    hidden_states: Float[Array, "G T D"],
+    mask: Bool[Array, "G T"],
+    all_series: bool = False,
+    **options,
 ) -> tuple[dict[MetricKey, Measurement], Float[Array, "G D"]]:
-    series = {SERIES.name}.intersection(options.get("names", RELEASE_METRICS))
+    names = options.get("names", RELEASE_METRICS)
+    series = names if all_series else {SERIES.name}.intersection(names)
     metrics = hidden_state_metrics(hidden_states, mask, **options, series=tuple(series))
     return metrics, jax.vmap(mean_hidden_state)(hidden_states, mask)
 
 
-def _by_response(metrics: Metrics, means: Float[np.ndarray, "G D"]) -> list[Measured]:
+def _by_response(
+    metrics: Metrics, means: Float[np.ndarray, "G D"], keeps_series: bool
+) -> list[Measured]:
     """What was measured of each response of a batch."""
-    ranks: list[np.ndarray | None] = [None] * len(means)
-    if SERIES in metrics:
-        series = zip(*metrics[SERIES], strict=True)
-        ranks = [values[valid] if valid.any() else None for values, valid in series]
-    columns = {key: found for key, found in metrics.items() if key != SERIES}
+    series = {
+        key.name: [values[valid] for values, valid in zip(*found, strict=True)]
+        for key, found in metrics.items()
+        if key.order == SERIES.order
+    }
+    ranks = series.get(SERIES.name, [()] * len(means))
+    columns = {key: found for key, found in metrics.items() if key.order != SERIES.order}
     return [
         Measured(
             {key: Measurement(value[i], valid[i]) for key, (value, valid) in columns.items()},
             means[i][None],
-            ranks[i],
+            ranks[i] if len(ranks[i]) else None,
+            {name: rows[i] for name, rows in series.items()} if keeps_series else {},
         )
         for i in range(len(means))
     ]

@@ -71,6 +71,7 @@ def self_attention(
     windows: tuple[int | None, ...] = (None,),
     block: int | None = None,
     platform: str | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> Attention:
     """Returns the attention of the layers.
@@ -87,6 +88,7 @@ def self_attention(
       block: columns of a block, the same for queries and keys; 0: the plain product; None:
         `block_columns` chooses. Only without a kernel.
       platform: of the devices that run the program; None: of the mesh, or JAX's default.
+      softcap: c: scores s become c tanh(s / c), always in blocks; not with a kernel.
     """
     if kernel != "xla":
         return kernel_attention(
@@ -97,8 +99,8 @@ def self_attention(
     if block is None:
         num_parts = mesh.shape["sequence"] if split else 1
         block = block_columns(num_columns, platform or platform_of(mesh), num_parts)
-    if split or block:
-        return _blockwise(positions, segment_ids, mesh, block or LONGEST_BLOCK)
+    if split or block or softcap:
+        return _blockwise(positions, segment_ids, mesh, block or LONGEST_BLOCK, softcap)
     columns = jnp.broadcast_to(jnp.arange(num_columns), segment_ids.shape)
     places = Places(columns, positions, segment_ids)
     mask = _seen(places, places, None)  # [B, S, S], the same in every layer
@@ -143,6 +145,7 @@ def attend_to_cache(
     parts: Sequence[Columns],
     mesh: Mesh | None = None,
     platform: str | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of T tokens per response to the columns that are `seen`; else meaningless."""
     batch, num_tokens, num_heads, width = query.shape
@@ -161,7 +164,8 @@ def attend_to_cache(
 
     def scores_of(part):
         seen = jnp.repeat(part.seen, group, axis=1) if num_tokens > 1 else part.seen
-        return jnp.where(seen[:, None], _of_rows(grouped, part.keys, platform), UNSEEN)
+        scores = _capped(_of_rows(grouped, part.keys, platform), softcap and softcap * width**0.5)
+        return jnp.where(seen[:, None], scores, UNSEEN)
 
     scores = [scores_of(part) for part in parts]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * width**-0.5, axis=-1)
@@ -192,21 +196,34 @@ def _of_rows(
     return jnp.sum(first[..., None] * second[:, :, None], axis=-2)
 
 
+def _capped(scores: Float[Array, "*axes"], softcap: float | None) -> Float[Array, "*axes"]:
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
 def _blockwise(
-    positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"], mesh: Mesh | None, block: int
+    positions: Int[Array, "B S"],
+    segment_ids: Int[Array, "B S"],
+    mesh: Mesh | None,
+    block: int,
+    softcap: float | None,
 ) -> Attention:
     """`self_attention` in blocks; each device has its own rows, columns and heads."""
 
     def attend(query, key, value, window):
         if mesh is None:
-            return _attend_by_blocks(query, key, value, positions, segment_ids, window, block)
+            places = positions, segment_ids
+            return _attend_by_blocks(query, key, value, *places, window, block, softcap)
         key, value = (shared_heads(x, query.shape[2], mesh) for x in (key, value))
         heads = activation_spec("heads", query.shape, mesh)
         tokens = activation_spec("tokens", segment_ids.shape, mesh)
         axis = None if mesh.shape["sequence"] == 1 else tokens[1]
         return jax.shard_map(
             functools.partial(
-                _attend_by_blocks, block=block, axis=axis, num_shards=mesh.shape["sequence"]
+                _attend_by_blocks,
+                block=block,
+                softcap=softcap,
+                axis=axis,
+                num_shards=mesh.shape["sequence"],
             ),
             mesh=mesh,
             in_specs=(heads, heads, heads, tokens, tokens, PartitionSpec()),
@@ -224,6 +241,7 @@ def _attend_by_blocks(
     segment_ids: Int[Array, "B S"],
     window: Int[Array, ""] | None,
     block: int,
+    softcap: float | None,
     axis: str | None = None,
     num_shards: int = 1,
 ) -> Float[Array, "B S N H"]:
@@ -252,12 +270,13 @@ def _attend_by_blocks(
         window,
         axis,
         num_shards,
+        softcap,
     )  # [n, B, K, G, s, H]
     attended = attended.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, num_heads, width)
     return attended[:, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _ring(
     query: Float[Array, "n B K G s H"],
     key: Float[Array, "n B K s H"],
@@ -266,29 +285,30 @@ def _ring(
     window: Int[Array, ""] | None,
     axis: str | None,
     num_shards: int,
+    softcap: float | None,
 ) -> Float[Array, "n B K G s H"]:
     """Attention to all shards' keys. Its gradient is written by hand, to keep no weights."""
-    return _ring_forward(query, key, value, places, window, axis, num_shards)[0]
+    return _ring_forward(query, key, value, places, window, axis, num_shards, softcap)[0]
 
 
-def _ring_forward(query, key, value, places, window, axis, num_shards):
+def _ring_forward(query, key, value, places, window, axis, num_shards, softcap):
     shape = query.shape[:-1]
     sums = Sums(_zeros(query.shape, query), _zeros(shape, query) + UNSEEN)
 
     def step(carry, _):
         sums, keys = carry
         # Sending and using the keys do not wait for each other.
-        sums = _add_keys(sums, query, places, keys, window)
+        sums = _add_keys(sums, query, places, keys, window, softcap)
         return (sums, _to_next(keys, axis, num_shards)), None
 
     keys = (key, value, places)
     (sums, keys), _ = jax.lax.scan(step, (sums, keys), length=num_shards - 1)
-    sums = _add_keys(sums, query, places, keys, window)
+    sums = _add_keys(sums, query, places, keys, window, softcap)
     attended = sums.attended.astype(query.dtype)
     return attended, (query, key, value, places, window, attended, sums.log_z)
 
 
-def _ring_backward(axis, num_shards, kept, gradient):
+def _ring_backward(axis, num_shards, softcap, kept, gradient):
     """Keys and values travel again; their gradients travel with them and end on their device."""
     query, key, value, places, window, attended, log_z = kept
     # d softmax: p * (dp - sum p dp), and sum p dp is the attended values times their gradient.
@@ -297,7 +317,7 @@ def _ring_backward(axis, num_shards, kept, gradient):
 
     def step(carry, _):
         query_gradient, keys, key_gradients = carry
-        added, key_gradients = _block_gradients(given, keys, key_gradients, window)
+        added, key_gradients = _block_gradients(given, keys, key_gradients, window, softcap)
         keys, key_gradients = _to_next((keys, key_gradients), axis, num_shards)
         return (query_gradient + added, keys, key_gradients), None
 
@@ -307,7 +327,7 @@ def _ring_backward(axis, num_shards, kept, gradient):
     (query_gradient, keys, key_gradients), _ = jax.lax.scan(
         step, (_zeros(query.shape, query), keys, key_gradients), length=num_shards - 1
     )
-    added, key_gradients = _block_gradients(given, keys, key_gradients, window)
+    added, key_gradients = _block_gradients(given, keys, key_gradients, window, softcap)
     key_gradient, value_gradient = _to_next(key_gradients, axis, num_shards)
     return (
         (query_gradient + added).astype(query.dtype),
@@ -321,7 +341,7 @@ def _ring_backward(axis, num_shards, kept, gradient):
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _add_keys(sums, query, places, keys, window):
+def _add_keys(sums, query, places, keys, window, softcap):
     """`sums` of all blocks of queries after adding the keys of one shard."""
     key, value, key_places = keys
 
@@ -330,7 +350,7 @@ def _add_keys(sums, query, places, keys, window):
 
         def with_keys(index, sums):
             seen = _seen(query_places, _block(key_places, index), window)[:, None, None]
-            scores = jnp.where(seen, _scores(query, key[index]), UNSEEN)
+            scores = jnp.where(seen, _capped(_scores(query, key[index]), softcap), UNSEEN)
             peak = jnp.max(scores, axis=-1)
             # If all keys of a query are masked, its peak is UNSEEN as well: exp would be 1.
             weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
@@ -348,7 +368,7 @@ def _add_keys(sums, query, places, keys, window):
     return jax.lax.map(of_queries, (sums, query, places))
 
 
-def _block_gradients(given, keys, key_gradients, window):
+def _block_gradients(given, keys, key_gradients, window, softcap):
     """Gradient of all queries through one shard's keys, and the gradients of these keys so far."""
     key, value, key_places = keys
 
@@ -360,9 +380,11 @@ def _block_gradients(given, keys, key_gradients, window):
         def with_keys(index, gradients):
             query_gradient, key_gradient, value_gradient = gradients
             seen = _seen(query_places, _block(key_places, index), window)[:, None, None]
-            scores = _scores(query, key[index])
+            scores = _capped(_scores(query, key[index]), softcap)
             weights = jnp.where(seen, jnp.exp(scores - log_z[..., None]), 0.0)
             change = _product("bkgth,bksh->bkgts", gradient, value[index]) - delta[..., None]
+            if softcap is not None:  # d c tanh(s / c) / ds
+                change = change * (1.0 - (scores / softcap) ** 2)
             change = (weights * change * query.shape[-1] ** -0.5).astype(query.dtype)
             weights = weights.astype(query.dtype)
             return (

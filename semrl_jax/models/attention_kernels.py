@@ -62,6 +62,8 @@ def _unsupported(name: str, config: DecoderConfig, mesh: Mesh | None, platform: 
         )
     if name == "triton" and config.sliding_window is not None:
         return f"has no windows, and the model has sliding_window={config.sliding_window}"
+    if cap := config.attention_logit_softcap:
+        return f"has no cap of scores, and the model has attention_logit_softcap={cap:g}"
     if mesh is not None and mesh.shape["sequence"] > 1:
         return f"needs whole rows, and mesh.sequence={mesh.shape['sequence']} splits them"
     return None

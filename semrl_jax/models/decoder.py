@@ -464,7 +464,7 @@ class Decoder(nnx.Module):
             if prompts is not None:
                 own = prompts.keys[index], prompts.values[index]
                 parts.insert(0, Columns(*own, seen(prompt_positions, window)))
-            x = layer.residual(x, attend_to_cache(query, parts, self.mesh, self.platform))
+            x = layer.residual(x, self._attended(query, parts))
         new_cache = KVCache(tuple(keys), tuple(values), key_positions)
         return self.final_norm(x)[:, -1], jnp.stack(inputs, axis=1), new_cache
 
@@ -499,7 +499,14 @@ class Decoder(nnx.Module):
             kernel=self.kernel,
             windows=(None, window) if mixed else (window,),
             platform=self.platform,
+            softcap=self.config.attention_logit_softcap,
         )
+
+    def _attended(
+        self, query: Float[Array, "B T N H"], parts: list[Columns]
+    ) -> Float[Array, "B T N H"]:
+        softcap = self.config.attention_logit_softcap
+        return attend_to_cache(query, parts, self.mesh, self.platform, softcap)
 
     def _embedded(self, token_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The input of the first layer."""

@@ -15,7 +15,9 @@ MAX_POSITIONS = 2**31 - 1  # positions are int32
 # The modules of a feed-forward layer.
 DENSE_MODULES = ("gate", "up", "down")
 EXPERT_MODULES = ("router", "expert_gate", "expert_up", "expert_down")
-OPTIONS = ("local_rope_theta", "query_pre_attn_scalar", "final_logit_softcap")
+OPTIONS = (
+    "local_rope_theta", "query_pre_attn_scalar", "final_logit_softcap", "attention_logit_softcap",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,7 @@ class DecoderConfig:
     local_rope_theta: float | None = None  # base of the rotary embedding in layers with the window
     query_pre_attn_scalar: float | None = None  # scores are divided by its root, not head_dim's
     final_logit_softcap: float | None = None  # c: logits z become c tanh(z / c)
+    attention_logit_softcap: float | None = None  # the same for the scores of attention
     experts: Experts | None = None  # None: every feed-forward layer is dense
     # The module that declares the family, such as "my_package.my_module"; "": the one in `families`
     # that `model_type` names.

@@ -19,16 +19,16 @@ from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.hf_weights import (
     EMBEDDING,
     HEAD,
+    FileTensor,
     Piece,
+    file_tensors,
     iterate_hf_tensors,
     params_from_hf,
-    tensor_specs,
 )
 from semrl_jax.models.policy import Params
 from semrl_jax.support.errors import UserError, disk_refusal
 from semrl_jax.support.safe_files import check_regular, read_json_object, replacing_directory
 from semrl_jax.support.tensor_files import write_tensors
-from semrl_jax.types import TensorSpec
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -133,7 +133,7 @@ def load_params(
     piece by piece; None: NumPy arrays. `others`: see `check_params`.
     """
     files = check_params(path, config, others)
-    pieces = _read_pieces(files, tensor_specs(config, "float32"))
+    pieces = _read_pieces(files, file_tensors(config, "float32"))
     return params_from_hf(pieces, config, shardings, dtype)
 
 
@@ -147,7 +147,7 @@ def check_params(
     They may have the tensors of `others` in addition, with these shapes.
     """
     path = pathlib.Path(path)
-    expected = {spec.name: spec.shape for spec in tensor_specs(config, "float32")}
+    expected = {spec.name: spec.shape for spec, _ in file_tensors(config, "float32")}
     files = _weight_files(path, expected)
     problems = [f"{INDEX_FILE}: {name} is missing" for name in expected.keys() - files.keys()]
     heads = []  # files that repeat the embedding as output matrix
@@ -320,16 +320,19 @@ def weights_sample(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def _read_pieces(files: Mapping[str, pathlib.Path], specs: Sequence[TensorSpec]) -> Iterator[Piece]:
+def _read_pieces(
+    files: Mapping[str, pathlib.Path], tensors: Sequence[FileTensor]
+) -> Iterator[Piece]:
     """Every tensor in pieces of at most `PIECE_BYTES` of float32, or of one row."""
-    for spec in specs:
+    for tensor in tensors:
+        spec = tensor.spec
         file, num_rows = files[spec.name], spec.shape[0]
         step = max(1, PIECE_BYTES * num_rows // spec.num_bytes)
         for start in range(0, num_rows, step):
             # Opened per piece: pages of a file that stays mapped count as memory of this process.
             with _open(file) as weights:
                 rows = weights.get_slice(spec.name)[start : min(start + step, num_rows)]
-            yield Piece(spec.name, start, rows)
+            yield from tensor.split(start, rows)
 
 
 def _open(file: pathlib.Path) -> safe_open:
@@ -359,29 +362,33 @@ def _save_weights(
     dtype: str,
     max_bytes: int,
 ) -> None:
-    shards: list[list[TensorSpec]] = [[]]
+    shards: list[list[FileTensor]] = [[]]
     num_bytes = 0
-    for spec in tensor_specs(config, dtype):
-        if shards[-1] and num_bytes + spec.num_bytes > max_bytes:
+    for tensor in file_tensors(config, dtype):
+        if shards[-1] and num_bytes + tensor.spec.num_bytes > max_bytes:
             shards.append([])
             num_bytes = 0
-        shards[-1].append(spec)
-        num_bytes += spec.num_bytes
+        shards[-1].append(tensor)
+        num_bytes += tensor.spec.num_bytes
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [WEIGHTS_FILE]
     arrays = iter(params)
     if isinstance(params, Mapping):
         arrays = (array for _, array in iterate_hf_tensors(params, config, dtype))
     for name, shard in zip(names, shards):
-        tensors = {spec.name: np.ascontiguousarray(next(arrays)) for spec in shard}
+        tensors = {spec.name: _joined([next(arrays) for _ in parts]) for spec, parts in shard}
         with open(directory / name, "xb") as out:
             write_tensors(out, tensors, {"format": "pt"})
         del tensors  # before the next shard's tensors are fetched
     if len(shards) > 1:
-        total = sum(spec.num_bytes for shard in shards for spec in shard)
-        weight_map = {spec.name: name for name, shard in zip(names, shards) for spec in shard}
+        total = sum(spec.num_bytes for shard in shards for spec, _ in shard)
+        weight_map = {spec.name: name for name, shard in zip(names, shards) for spec, _ in shard}
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(directory / INDEX_FILE, content)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
 def _write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ OPTIONS = {
     "local_rope_theta": "rope_local_base_freq",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
     "final_logit_softcap": "final_logit_softcapping",
+    "attention_logit_softcap": "attn_logit_softcapping",
 }
 # Fields that change what transformers computes in every family: the only value that the decoder
 # supports, in addition to null, and why or what to do. The other fields of transformers' classes

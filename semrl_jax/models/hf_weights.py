@@ -156,6 +156,40 @@ def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
     return [TensorSpec(tensor.name, tensor.shape, dtype) for tensor in hf_tensors(config)]
 
 
+class FileTensor(NamedTuple):
+    """A tensor of a Hugging Face file: one of `tensor_specs`, or several that the family fuses."""
+
+    spec: TensorSpec
+    parts: tuple[TensorSpec, ...]  # by the names of `tensor_specs`; their rows follow each other
+
+    def split(self, start: int, rows: np.ndarray) -> Iterator[Piece]:
+        """Rows of the file's tensor as pieces of its parts."""
+        end, first = start + len(rows), 0
+        for part in self.parts:
+            last = first + part.shape[0]
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                yield Piece(part.name, low - first, rows[low - start : high - start])
+            first = last
+
+
+def file_tensors(config: DecoderConfig, dtype: str) -> list[FileTensor]:
+    """The tensors of files, in the order of `tensor_specs`."""
+    fused = {m: name for name, modules in config.declared.fused.items() for m in modules}
+
+    def place(tensor: HfTensor) -> tuple[int | None, str]:
+        name = fused.get(tensor.path[1]) if tensor.layer is not None else None
+        of_layer = f"model.layers.{tensor.layer}.{name}.{tensor.name.rpartition('.')[2]}"
+        return tensor.layer, of_layer if name else tensor.name
+
+    found = []
+    for (_, name), tensors in itertools.groupby(hf_tensors(config), place):
+        parts = tuple(TensorSpec(tensor.name, tensor.shape, dtype) for tensor in tensors)
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        found.append(FileTensor(TensorSpec(name, shape, dtype), parts))
+    return found
+
+
 def num_parameters(config: DecoderConfig, axes: Mapping[str, int] = EMPTY) -> int:
     """Numbers in all weights, or in those of one device, by the sizes of the mesh `axes`."""
     parts = axes.get("fsdp", 1) * axes.get("tensor", 1)

@@ -137,15 +137,19 @@ def find_value_model(
     path: str,
     config: ml_collections.ConfigDict,
     policy: models.Policy,
-    tokenizer: Any,
+    tokenizer: Any | None,
     mesh: Mesh,
 ) -> ModelFiles:
     """The critic or reward model of a directory, checked without reading its weights.
 
     UserError if it is no language model or classifier with one label that this library supports,
-    has another tokenizer than the policy, or does not fit the lengths of the run or the mesh.
+    or does not fit the mesh; with the policy's `tokenizer`, also if it has another one or does not
+    fit the lengths of the run.
     """
-    directory, architecture = _beside(field, path, config, policy, tokenizer, mesh)
+    if tokenizer is None:
+        directory, architecture = _on_mesh(field, path, mesh)
+    else:
+        directory, architecture = _beside(field, path, config, policy, tokenizer, mesh)
     model = models.ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
     try:
         head = models.read_head(directory, model)
@@ -164,12 +168,7 @@ def _beside(
 ) -> tuple[pathlib.Path, models.DecoderConfig]:
     """The directory and architecture of another model that reads the policy's responses."""
     place = f"{field}={path!r}"
-    try:
-        directory = models.find_directory(path)
-        architecture = models.load_config(directory)
-        models.check_mesh(architecture, mesh)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
+    directory, architecture = _on_mesh(field, path, mesh)
     data.check_same_tokens(field, directory, tokenizer)
     if architecture.vocab_size < policy.config.vocab_size:
         raise UserError(
@@ -182,6 +181,17 @@ def _beside(
             f"{place} has a context of {architecture.max_position_embeddings} tokens, less than "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}."
         )
+    return directory, architecture
+
+
+def _on_mesh(field: str, path: str, mesh: Mesh) -> tuple[pathlib.Path, models.DecoderConfig]:
+    """The directory and architecture of a model whose parameters the mesh can hold."""
+    try:
+        directory = models.find_directory(path)
+        architecture = models.load_config(directory)
+        models.check_mesh(architecture, mesh)
+    except UserError as error:
+        raise UserError(f"{field}={path!r}: {error}") from None
     return directory, architecture
 
 

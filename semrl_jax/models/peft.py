@@ -56,6 +56,11 @@ _ADAPTED = re.compile(r"base_model\.model\.(?:model\.layers\.\d+\.)?(.+?)\.(?:lo
 
 def find_modules(config: DecoderConfig, targets: Sequence[str]) -> tuple[str, ...]:
     """The modules of a layer that `lora.targets` names; UserError for one that matches none."""
+    if fused := config.declared.fused:
+        raise UserError(
+            f"lora.rank: model_type={config.model_type!r} has fused kernels in its files "
+            f"({', '.join(fused)}), and peft cannot read adapters of their parts; set lora.rank=0."
+        )
     names = {module: kernel.name for module, kernel in layer_kernels(config).items()}
     found = set()
     for target in targets:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.models.of_config import ModelFiles, ReferenceFiles
+from semrl_jax.models.of_config import ReferenceFiles
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.training.passes import PassPlan
+from semrl_jax.training.reward_model import RewardModelFiles
 
 
 class Inputs(NamedTuple):
@@ -29,7 +30,7 @@ class Inputs(NamedTuple):
     problems: Sequence[data.PromptExample]
     episodes: Episodes
     scores: Sequence[ModuleType]
-    reward_model: ModelFiles | None
+    reward_model: RewardModelFiles | None
     lora: models.Lora | None
     adapter: models.Params | None  # that training starts from; None: a new one
     prefix: list[int]  # special tokens before a training prompt
@@ -38,11 +39,13 @@ class Inputs(NamedTuple):
         """Hash by name of the input."""
         columns, files = data.columns_hash(self.prompts), self.reward_model
         critic, reference = self.critic_directory, self.reference
+        texts = files and files.texts
         return {
             # Only if a verifier takes the rows: columns that nothing reads may change.
             **({"columns of the data": columns} if columns else {}),
             # A sample is enough to tell two models apart, and reading all would take long.
             **({"reward model": models.weights_sample(files.directory)} if files else {}),
+            **({"texts of the reward model": texts.identity} if texts else {}),
             **({"reference": models.weights_sample(reference.directory)} if reference else {}),
             **({"critic": models.weights_sample(critic)} if critic else {}),
             **({"adapter": models.peft.adapter_hash(self.adapter)} if self.adapter else {}),

@@ -252,7 +252,13 @@ def check_inputs(
         episodes=episodes,
         scores=scores,
         reward_model=find_reward_model(
-            "rewards.model.path", config.rewards.model.path, config, policy, tokenizer, mesh
+            "rewards.model.path",
+            config.rewards.model.path,
+            config,
+            policy,
+            tokenizer,
+            mesh,
+            prompts.examples,
         ),
         lora=lora,
         adapter=adapter,
@@ -369,7 +375,9 @@ def open_run(
         evaluation_measurer = None
         if config.evaluation.metrics:
             options = config.evaluation.metric_options
-            evaluation_measurer = stack.enter_context(open_measurer(config, options))
+            evaluation_measurer = stack.enter_context(
+                open_measurer(config, options, config.evaluation.metric_series)
+            )
         checkpoints = Checkpoints(
             workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers,
             shared=workdir.shared, adapter=record,
@@ -464,15 +472,15 @@ def check_metrics_of(metrics: ml_collections.ConfigDict, policy: models.Policy) 
 
 
 def open_measurer(
-    config: ml_collections.ConfigDict, metrics: ml_collections.ConfigDict
+    config: ml_collections.ConfigDict, metrics: ml_collections.ConfigDict, series: bool = False
 ) -> Measurer:
-    """The measurer of a section such as `config.metrics`."""
+    """The measurer of a section such as `config.metrics`; `series`: see `Measurer`."""
     options = metrics.to_dict()
     del options["placement"]
     for field in ("of_groups", "drift_every", "probes"):  # of batches for training
         options.pop(field, None)
     options |= {name: tuple(options[name]) for name in ("names", "layers")}
-    return Measurer(max_tokens=config.rollout.max_response_tokens, **options)
+    return Measurer(max_tokens=config.rollout.max_response_tokens, series=series, **options)
 
 
 def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""Where the numbers of a run are shown while it goes on: TensorBoard, Weights & Biases, Trackio."""
+"""Where the numbers of a run are shown while it goes on, such as TensorBoard or MLflow."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import importlib.util
 import io
 import pathlib
+import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -140,6 +142,65 @@ class Trackio:
             trackio.finish()  # the run's own finish() would be called again at exit
 
 
+class MLflow:
+    """A run of MLflow with a tag of this run's id, so that a resumed run continues it.
+
+    The server, or the local store, is that of MLFLOW_TRACKING_URI. A name of a figure has "_at_" in
+    place of "@", as in verl: MLflow refuses other characters.
+    """
+
+    repeats = False
+
+    def __init__(self, project: str, workdir: pathlib.Path, run_id: str, settings: Settings):
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client = MlflowClient()
+            experiment = self._client.get_experiment_by_name(project)
+            number = experiment and experiment.experiment_id
+            number = number or self._client.create_experiment(project)
+            known = self._client.search_runs([number], f"tags.semrl_run = '{run_id}'")
+            if known:
+                self._run_id = known[0].info.run_id
+                self._client.set_terminated(self._run_id, "RUNNING")
+            else:
+                tags = {"semrl_run": run_id}
+                run = self._client.create_run(number, tags=tags, run_name=workdir.name)
+                self._run_id = run.info.run_id
+                params = [Param(name, f"{value}"[:500]) for name, value in settings.items()]
+                for first in range(0, len(params), 100):  # the most of a call
+                    self._client.log_batch(self._run_id, params=params[first : first + 100])
+        except (MlflowException, OSError) as error:
+            reason = " ".join(f"{error}".split())[:200].rstrip(".")
+            raise UserError(
+                f"logging.mlflow={project!r}: {reason}; set MLFLOW_TRACKING_URI, or leave it empty."
+            ) from None
+        self._last_step = 0
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        from mlflow.entities import Metric
+
+        now_ms, self._last_step = int(time.time() * 1000), step
+        # A store of files has a directory for each part of a name, so no name may be one.
+        parents = {name[:i] for name in scalars for i, c in enumerate(name) if c == "/"}
+        found = [
+            Metric(_mlflow_name(f"{name}/value" if name in parents else name), value, now_ms, step)
+            for name, value in scalars.items()
+        ]
+        for first in range(0, len(found), 1000):  # the most of a call
+            self._client.log_batch(self._run_id, metrics=found[first : first + 1000])
+
+    def close(self, final: Scalars) -> None:
+        self.write(self._last_step, final)
+        self._client.set_terminated(self._run_id)
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+
+
 class Kept:
     """A tracker that failed is reported once and left alone; the run goes on without it."""
 
@@ -165,7 +226,11 @@ class Kept:
             self._warn(f"{name} gets no more rows: {type(error).__name__}: {error}")
 
 
-OPTIONAL = {"wandb": WandB, "trackio": Trackio}  # by field of config.logging and package
+OPTIONAL = {
+    "wandb": WandB,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}  # by field of config.logging and package
 
 
 def check_trackers(logging: ml_collections.ConfigDict) -> None:

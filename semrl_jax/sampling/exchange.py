@@ -109,7 +109,9 @@ def unpack_scored(data: bytes) -> Scored:
             **record["values"],
         )
         verdict = Verdict(**record["verdict"])
-        items.append(ScoredRollout(rollout, record["response"], record["reference"], verdict))
+        series = {n: np.array(row, np.float32) for n, row in record["series"].items()}
+        texts = record["response"], record["reference"]
+        items.append(ScoredRollout(rollout, *texts, verdict, series))
     return Scored(items, metrics, means)
 
 
@@ -131,6 +133,7 @@ def _record(item: ScoredRollout) -> dict:
         "response": item.response,
         "reference": item.reference,
         "verdict": dataclasses.asdict(item.verdict),
+        "series": {name: row.tolist() for name, row in item.series.items()},
     }
 
 

@@ -17,7 +17,7 @@ from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards.verdict import episode_verdict
 from semrl_jax.support.clock import Clock
-from semrl_jax.support.response_files import METRICS, SCORES, lengths_of_runs
+from semrl_jax.support.response_files import METRICS, SCORES, SERIES, lengths_of_runs
 from semrl_jax.types import TOKEN_ARRAYS, TURN_METRICS, Rollout
 
 UNGRADED = Verdict(0.0, correct=False, boxed=False, extracted=None)
@@ -31,6 +31,8 @@ class ScoredRollout:
     response: str
     reference: str
     verdict: Verdict
+    # Float32, each metric of the response's prefixes; with `evaluation.metric_series`
+    series: Mapping[str, Float[np.ndarray, " K"]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,6 +103,7 @@ class Scored(Sequence[ScoredRollout]):
                 rollout=dataclasses.replace(
                     item.rollout, effective_ranks=found.effective_ranks, **_turn_metrics(of_turns)
                 ),
+                series=found.series,
             )
             for item, found, of_turns in zip(self, measured, turns or [()] * len(self), strict=True)
         ]
@@ -135,6 +138,8 @@ class Scored(Sequence[ScoredRollout]):
                 found[array.name] = values
         if "turn_rewards" in found:
             found["turn_characters"] = [_turn_characters(rollout, text) for rollout in rollouts]
+        for name in dict.fromkeys(name for item in self for name in item.series):
+            found[SERIES + name] = [item.series.get(name) for item in self]
         for key, (values, valid) in self.metrics.items():
             found[METRICS + key.label] = np.where(valid, values.astype(float), np.nan).tolist()
         return found

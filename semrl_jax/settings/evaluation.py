@@ -103,7 +103,23 @@ class Evaluation:
         "Verifier of all held-out problems, named as in rewards.function. Empty: "
         '"benchmark" for named benchmarks, else the verifier of the rewards.',
     )
+    upload: bool = setting(
+        False,
+        "True: launch.evaluate sends its figures to the trackers of config.logging, a run of the "
+        "tracker for each policy and a row for each step",
+    )
+    run_programs: str = setting(
+        "auto",
+        "Responses of launch.evaluate whose Python programs run, so that what they give is graded: "
+        "auto: to prompts of pal, tora, tool-integrated and jiuzhang_tora; always; never",
+        choices=("auto", "always", "never"),
+    )
     metrics: bool = setting(False, "True: measure hidden states of evaluated responses too")
+    metric_series: bool = setting(
+        False,
+        "True: files of responses have each metric of each prefix too, a column series/METRIC; "
+        "needs evaluation.metrics=True",
+    )
     row_format: str = follows(
         "data.row_format", "Rows of held-out files; follows data.row_format unless set"
     )
@@ -129,7 +145,15 @@ def check(evaluation: Section) -> None:
     check_sampling(evaluation, most=most_responses(evaluation))
     if evaluation["verifier"]:
         check_function("evaluation.verifier", evaluation["verifier"])
-    metrics.check(evaluation["metric_options"], "evaluation.metric_options")
+    options = evaluation["metric_options"]
+    metrics.check(options, "evaluation.metric_options")
+    if evaluation["metric_series"] and not evaluation["metrics"]:
+        raise UserError("evaluation.metric_series=True needs evaluation.metrics=True.")
+    if evaluation["metric_series"] and options["placement"] == "rollout":
+        raise UserError(
+            "evaluation.metric_series=True needs evaluation.metric_options.placement='trainer': "
+            "replicas send one value of a metric per response."
+        )
     if evaluation["shots"] and not evaluation["shots_file"]:
         raise UserError(
             f"evaluation.shots={evaluation['shots']} needs examples in evaluation.shots_file."

@@ -34,3 +34,6 @@ class Logging:
     trackio: str = setting(
         "", "Trackio project that gets the rows too; empty: none. Needs `pip install trackio`"
     )
+    mlflow: str = setting(
+        "", "MLflow experiment that gets the rows too; empty: none. Needs `pip install mlflow`"
+    )

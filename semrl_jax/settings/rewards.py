@@ -28,6 +28,28 @@ class RewardModel:
     dtype: str = setting(
         "float32", "float32, or bfloat16, which takes half the memory", choices=DTYPES
     )
+    tokenizer: str = setting(
+        "policy",
+        "policy: the model has the policy's tokenizer and reads its token ids. own: question and "
+        "response go as text through the model's own chat template and tokenizer",
+        choices=("policy", "own"),
+    )
+    chat_template: str = setting(
+        "", "Jinja file in place of the model's own chat template; only with tokenizer='own'"
+    )
+    max_tokens: int = setting(
+        0,
+        "Longest sequence that the model reads with tokenizer='own'; longer ones are truncated. "
+        "0: its context",
+        at_least=0,
+        at_most=2**31 - 1,
+    )
+    truncation: str = setting(
+        "right",
+        "Where a sequence of more than max_tokens loses tokens: right, in the response, as in "
+        "verl; left, in the question",
+        choices=("right", "left"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +109,14 @@ def check(rewards: Section) -> None:
             "rewards.majority=True rewards the answers alone, so rewards.model.path="
             f"{model['path']!r} would not count; remove one of them."
         )
+    if model["tokenizer"] == "policy" and (model["chat_template"] or model["max_tokens"]):
+        name = "chat_template" if model["chat_template"] else "max_tokens"
+        raise UserError(
+            f"rewards.model.{name}={model[name]!r} needs rewards.model.tokenizer='own': with the "
+            "policy's tokenizer, the model reads the token ids as they are."
+        )
+    if model["max_tokens"] == 1:
+        raise UserError("rewards.model.max_tokens=1 must be 2 or more, or 0 for the context.")
     _, function = split_functions(reward_functions(rewards["functions"]))
     if function and not model["path"]:
         raise UserError(

@@ -21,7 +21,8 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.parquet import ParquetFile, strings, with_types
 from semrl_jax.support.safe_files import replacing
 
-METRICS, SCORES = "metrics/", "score/"  # beginnings of the names of further numbers
+# Beginnings of the names of further numbers, and of lists of numbers.
+METRICS, SCORES, SERIES = "metrics/", "score/", "series/"
 
 
 class Column(NamedTuple):
@@ -147,6 +148,11 @@ COLUMNS = {
         "a [metric](metrics.md), such as `metrics/effective_rank_velocity`; NaN where not valid, "
         "null if not measured",
     ),
+    "series/<metric>": Column(
+        _per_token(pa.float32()),
+        "the metric of each prefix that its velocity and acceleration are computed from, in the "
+        "final layer; with `evaluation.metric_series`",
+    ),
 }
 KEYS = ("group_id", "sample_index")  # of a response among those of a benchmark
 IDS = ("prompt_ids", "response_ids")
@@ -176,6 +182,8 @@ def kind_of(name: str) -> pa.DataType | None:
     """The type of a column; None for one that is not of responses."""
     if name in COLUMNS:
         return COLUMNS[name].kind
+    if name.startswith(SERIES):
+        return COLUMNS["series/<metric>"].kind
     return NUMBER if name.startswith((METRICS, SCORES)) else None
 
 
@@ -191,7 +199,7 @@ def table_of(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
 
 def _place(name: str) -> tuple[int, str]:
-    families = {METRICS: "metrics/<label>", SCORES: "score/<name>"}
+    families = {METRICS: "metrics/<label>", SCORES: "score/<name>", SERIES: "series/<metric>"}
     family = name[: name.find("/") + 1]
     return list(COLUMNS).index(families.get(family, name)), name
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import threading
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
@@ -12,8 +14,9 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.data import PromptExample
 from semrl_jax.models import Params, Policy, ValueModel, replicated
-from semrl_jax.models.of_config import ModelFiles, find_value_model, value_params
+from semrl_jax.models.of_config import find_value_model, value_params
 from semrl_jax.models.pinned import fetched
 from semrl_jax.rewards.verdict import with_model_score
 from semrl_jax.sampling.scoring import Scored
@@ -22,7 +25,16 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training.critic_update import row_values
 from semrl_jax.training.offload import host_copies
 from semrl_jax.training.packing import RowPlan, lay_out, row_plan, to_batch
+from semrl_jax.training.reward_texts import RewardTexts
 from semrl_jax.types import RolloutBatch
+
+
+class RewardModelFiles(NamedTuple):
+    """A checked directory of a reward model."""
+
+    model: ValueModel  # its architecture, on the mesh
+    directory: pathlib.Path  # where its weights are
+    texts: RewardTexts | None  # None: it reads the policy's token ids
 
 
 def find_reward_model(
@@ -32,24 +44,52 @@ def find_reward_model(
     policy: Policy,
     tokenizer: Any,
     mesh: Mesh,
-) -> ModelFiles | None:
-    """The model of a path, "" for none, as `find_value_model`; UserError if it is no classifier."""
+    prompts: Iterable[PromptExample] = (),
+) -> RewardModelFiles | None:
+    """The model of a path, "" for none, as `find_value_model`; UserError if it is no classifier.
+
+    A model with its own tokenizer needs the questions of `prompts`, which the responses answer.
+    """
     if not path:
         return None
-    found = find_value_model(field, path, config, policy, tokenizer, mesh)
+    is_own = config.rewards.model.tokenizer == "own"
+    shared = None if is_own else tokenizer
+    found = find_value_model(field, path, config, policy, shared, mesh)
     if not found.has_head:
         classifier = "sequence classifier with one label (AutoModelForSequenceClassification)"
         raise UserError(f"{field}={path!r} has no score.weight; name a {classifier}.")
-    return found
+    texts = RewardTexts.of(field, found, config, tokenizer, prompts) if is_own else None
+    return RewardModelFiles(found.model, found.directory, texts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """The weights of a reward model on a mesh, and how it reads responses."""
+
+    model: ValueModel
+    params: Params
+    plan: RowPlan
+    texts: RewardTexts | None = None
+
+    @classmethod
+    def load(cls, files: RewardModelFiles, config: ml_collections.ConfigDict, mesh: Mesh) -> Scorer:
+        """Reads the weights."""
+        params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
+        if config.rollout.in_turns:
+            params = host_copies(params)
+        return cls(files.model, params, row_plan(mesh, config.training), files.texts)
+
+    def scores(self, scored: Scored, batch: Callable[[], RolloutBatch]) -> Float[np.ndarray, " B"]:
+        """The result of `batch_scores`; `batch` makes the rows for a model that reads token ids."""
+        rows = batch() if self.texts is None else self.texts.batch(scored)
+        return batch_scores(fetched(self.params), rows, model=self.model, plan=self.plan)
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel:
     """A loaded reward model on the mesh of the trainer."""
 
-    model: ValueModel
-    params: Params
-    plan: RowPlan
+    scorer: Scorer
     function: RewardFunction  # its entry of `rewards.functions`
     joins_verifiers: bool  # whether the scores of verifiers count too
     peers: Peers
@@ -57,21 +97,16 @@ class RewardModel:
 
     @classmethod
     def load(
-        cls, files: ModelFiles, config: ml_collections.ConfigDict, mesh: Mesh, **shared: Any
+        cls, files: RewardModelFiles, config: ml_collections.ConfigDict, mesh: Mesh, **shared: Any
     ) -> RewardModel:
         """Reads the weights onto the mesh; `shared` are peers and device_lock."""
-        params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
-        if config.rollout.in_turns:
-            params = host_copies(params)
         verifiers, function = split_functions(reward_functions(config.rewards.functions))
-        plan = row_plan(mesh, config.training)
-        return cls(files.model, params, plan, function, bool(verifiers), **shared)
+        return cls(Scorer.load(files, config, mesh), function, bool(verifiers), **shared)
 
     def judged(self, scored: Scored, batch: RolloutBatch) -> Scored:
         """The responses with the model's scores; RuntimeError if one is not within the bound."""
         with self.peers.phase("reward_model"), self.device_lock:
-            params = fetched(self.params)
-            scores = batch_scores(params, batch, model=self.model, plan=self.plan)
+            scores = self.scorer.scores(scored, lambda: batch)
         good = np.abs(scores) <= MAX_SCORE  # NaN is not
         if not good.all():
             index = int(np.flatnonzero(~good)[0])

@@ -14,7 +14,7 @@ from semrl_jax.analysis.mismatch.computation import computation_of
 from tests.cases import refused
 
 
-@pytest.mark.parametrize("family", [*faults.FAMILIES, "gemma", "mixtral"])
+@pytest.mark.parametrize("family", [*faults.FAMILIES, "gemma", "gemma2", "phi3", "mixtral"])
 def test_the_parts_are_those_of_the_policy(family):
     """All states and log-probabilities equal the decoder's, for every family's options."""
     faults.FAMILIES.setdefault(family, {})

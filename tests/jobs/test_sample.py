@@ -97,4 +97,5 @@ def test_a_request_with_other_settings_differs():
     config.evaluation.metrics = True
     changed = sample.request_of(config, "evaluation.n")
     differing = {name for name in changed if request.get(name) != changed[name]}
-    assert differing == {"evaluation.n", "evaluation.metrics", "evaluation.metric_options"}
+    measuring = {"evaluation.metrics", "evaluation.metric_options", "evaluation.metric_series"}
+    assert differing == {"evaluation.n", *measuring}

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 
+import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.evaluation.samples import read_samples
@@ -42,7 +43,8 @@ def judge(tmp_path_factory):
 @pytest.fixture(scope="module")
 def settings(trained, judge):
     """Flags that evaluate the last checkpoint, with metrics and the reward model."""
-    return (f"--policy={trained}", "--metrics", f"--reward_model={judge}", *SIZES)
+    series = "--config.evaluation.metric_series=True"
+    return (f"--policy={trained}", "--metrics", series, f"--reward_model={judge}", *SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,11 @@ def test_an_evaluation_writes_samples_and_figures(undisturbed):
     assert found["metrics/global/effective_rank"] > 0
     assert len({s.metrics["reward_model"] for s in samples}) > len(samples) / 2
     assert "best@2/reward_model" in found
+    stride = json.loads((undisturbed / "evaluation.json").read_text())
+    stride = stride["settings"]["evaluation.metric_options"]["stride"]
+    table = pq.read_table(undisturbed / "samples.parquet").to_pydict()
+    sizes = [len(series) for series in table["series/effective_rank"]]
+    assert sizes == [length // stride for length in lengths] and max(sizes) > 0
     assert not (undisturbed / "parts").exists()
 
 

@@ -61,6 +61,18 @@ FAMILIES = {
     ),
     "gemma3": (transformers.Gemma3TextConfig, GEMMA),
     "gemma": (transformers.GemmaConfig, {"head_dim": 32}),
+    # The caps are near the sizes of these models' scores and logits.
+    "gemma2": (
+        transformers.Gemma2Config,
+        {
+            "head_dim": 32,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 7.0,
+        },
+    ),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 8}),
     "mixtral": (
         transformers.MixtralConfig,
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
@@ -96,10 +108,22 @@ def pair(request, tmp_path_factory) -> Pair:
 
 
 def by_file_name(arrays):
-    """Arrays under the names of files: transformers holds a layer's experts in one array."""
+    """Arrays under our file names: transformers holds a layer's experts, and fused kernels, as one.
+
+    The models of Phi 3 have 2 key-value heads for 4 query heads.
+    """
     found = {}
     for name, array in arrays.items():
         stem, _, last = name.rpartition(".")
+        if "qkv_proj" in stem:
+            ends = len(array) // 2, len(array) * 3 // 4
+            for part, rows in zip("qkv", np.split(array, ends)):
+                found[name.replace("qkv", part)] = rows
+            continue
+        if "gate_up_proj" in stem:
+            for part, rows in zip(("gate", "up"), np.split(array, 2)):
+                found[name.replace("gate_up", part)] = rows
+            continue
         parts = {
             "gate_up_proj": lambda a: zip(("gate_proj", "up_proj"), np.split(a, 2, axis=1)),
             "down_proj": lambda a: [("down_proj", a)],

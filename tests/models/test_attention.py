@@ -91,6 +91,32 @@ def test_blocks_and_ring_give_the_plain_attention_and_its_gradient(
         ASSERT_CLOSE(got, want)
 
 
+@pytest.mark.parametrize(("block", "mesh"), [(None, None), (20, None), slow(16, (1, 2, 2, 2))])
+def test_capped_scores_are_those_of_the_formula_with_its_gradient(places, arrays, block, mesh):
+    """Scores s become c tanh(s / c), with c below most of them."""
+    cap, window = 1.5, 7
+    positions, segments = places
+    counted = (segments != 0)[:, :, None, None]
+    own = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
+    distance = positions[:, :, None] - positions[:, None, :]
+    seen = (own & (distance >= 0) & (distance < window))[:, None]
+
+    def loss(query, key, value, factor):
+        key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
+        scores = jnp.einsum("bqnh,bknh->bnqk", query, key) * WIDTH**-0.5
+        scores = jnp.where(seen, cap * jnp.tanh(scores / cap), -1e30)
+        attended = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores, axis=-1), value)
+        attended = jnp.where(counted, attended, 0.0)
+        return jnp.sum(attended * factor), attended
+
+    gradients, attended = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+    options = {"block": block, "mesh": mesh and mesh_of(*mesh), "softcap": cap}
+    actual = outcome(places, arrays, window, **options)
+    for got, want in zip(actual, (attended, *gradients)):
+        ASSERT_CLOSE(got, want)
+    assert not np.allclose(actual[0], outcome(places, arrays, window)[0], atol=1e-2)
+
+
 def test_blocks_that_no_query_sees_are_not_computed(arrays):
     """NaN in the values of later columns would reach earlier ones as 0 * NaN."""
     query, key, value, _ = arrays

@@ -109,6 +109,7 @@ CONFIG = models.DecoderConfig(
     vocab_size=8, hidden_size=32, intermediate_size=8, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=16,
 )  # fmt: skip
+GEMMA2 = {"model_type": "gemma2", "attention_logit_softcap": 50.0}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,8 @@ CONFIG = models.DecoderConfig(
         ("splash", {"head_dim": 512}, None, "tpu", "has head_dim=512"),
         ("triton", {"sliding_window": 4}, None, "gpu", "has sliding_window=4"),
         ("splash", {}, (1, 1, 2, 1), "tpu", "mesh.sequence=2 splits them"),
+        ("splash", GEMMA2, None, "tpu", "has attention_logit_softcap=50"),
+        ("auto", GEMMA2, None, "tpu", "xla"),
     ],
 )
 def test_a_kernel_is_chosen_or_refused(wanted, changes, mesh, platform, expected):

@@ -47,7 +47,7 @@ def test_every_family_is_read_as_transformers_writes_it(family):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen2", "qwen3", "mistral", "llama", "gemma3_text", "gemma"]
+    "model_type", ["qwen2", "qwen3", "mistral", "llama", "gemma3_text", "gemma", "gemma2", "phi3"]
 )
 def test_absent_fields_have_the_defaults_of_transformers(model_type):
     fields = hf_config(model_type, use_sliding_window=True, max_window_layers=1)
@@ -55,6 +55,11 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type):
     config = models.config_from_hf(fields)
     assert config.head_dim == getattr(theirs, "head_dim", 16)
     assert config.sliding_window == getattr(theirs, "sliding_window", None)
+    kinds = enumerate(getattr(theirs, "layer_types", None) or ())
+    full = tuple(layer for layer, kind in kinds if kind == "full_attention")
+    assert config.full_attention_layers == (full if config.sliding_window else ())
+    assert config.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
+    assert config.attention_logit_softcap == getattr(theirs, "attn_logit_softcapping", None)
     rope = theirs.rope_parameters
     assert config.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     assert config.local_rope_theta == rope.get("sliding_attention", {}).get("rope_theta")
@@ -187,6 +192,11 @@ def test_hashes_equal_those_of_earlier_versions():
         ),
         ("gemma3_text", {"final_logit_softcapping": -1.0}, "final_logit_softcap=-1.0 must be a"),
         ("gemma3_text", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar='x' must be"),
+        ("gemma2", {"sliding_window": None}, "sliding_window=null does not fit the layers"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attention_logit_softcap=0.0 must be a"),
+        ("gemma2", {"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a whole number"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type='longrope' is not .*4k"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 is not supported"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, r"layer_types .*chunked_attention"),
         ("qwen2", {"layer_types": [[], {}, 3]}, r"layer_types has \[\]; each must be one of"),
@@ -237,7 +247,10 @@ def test_a_family_of_another_package():
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("gpt2", r"model.family='gpt2' is unknown; choose one of \('gemma', 'gemma3_text', "),
+        (
+            "gpt2",
+            r"model.family='gpt2' is unknown; choose one of \('gemma', 'gemma2', 'gemma3_text', ",
+        ),
         ("tests.models.missing", "cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
         ("tests.models.conftest", "has no 'FAMILY'"),
         (OWN, r"model_type='llama' is not 'own', which model.family='tests.models.own_family'"),
@@ -285,7 +298,9 @@ def test_a_users_family_that_fails_is_refused_in_one_line(part, name, tmp_path, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "gemma", "gemma2", "phi3", "qwen3_moe", "mixtral"]
+)
 def test_a_random_model_has_the_hash_of_its_directory(family):
     config = models.random_config(
         family, vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2,

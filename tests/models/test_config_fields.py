@@ -39,14 +39,17 @@ WITHOUT_EFFECT = {
     "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp",
     "attention_dropout", "output_router_logits", "router_aux_loss_coef", "output_attentions",
     "_name_or_path", "model_type", "router_jitter_noise", "_sliding_window_pattern",
+    "embd_pdrop", "resid_pdrop",
+    "original_max_position_embeddings",  # of longrope, which is refused
     "max_window_layers",  # layer_types, which every file of transformers has, comes first
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "mistral", "qwen2-window", "qwen3-window", "qwen3-moe", "gemma3", "gemma", "mixtral"],
-)
+    ["llama", "mistral", "qwen2-window", "qwen3-window", "qwen3-moe", "gemma3", "gemma", "gemma2",
+     "phi3", "mixtral"],
+)  # fmt: skip
 def test_every_field_of_transformers_is_read_or_refused(family):
     config_class, options = FAMILIES[family]
     theirs = config_class(**(SIZES | options))

@@ -21,9 +21,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from semrl_jax import data, models
+from semrl_jax.models import directory
 from semrl_jax.support.errors import UserError
 from tests.cases import raised, refused
-from tests.models.conftest import FAMILIES, make_pair
+from tests.models.conftest import FAMILIES, by_file_name, make_pair
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 NORM = "model.norm.weight"
@@ -100,6 +101,16 @@ def test_round_trips_are_bit_for_bit(family_pair, tmp_path, max_shard_bytes):
     model.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
     assert (tmp_path / "theirs" / "model.safetensors").exists() == (max_shard_bytes == 10**9)
     loaded = models.load_params(tmp_path / "theirs", config)
+    jax.tree.map(np.testing.assert_array_equal, loaded, pair.params)
+
+
+def test_fused_kernels_are_read_in_pieces_of_any_size(family_pair, monkeypatch):
+    """Pieces of 5 rows lie across the border of query and key."""
+    pair, config = family_pair, family_pair.policy.config
+    if not config.declared.fused:
+        return
+    monkeypatch.setattr(directory, "PIECE_BYTES", 5 * 4 * config.hidden_size)
+    loaded = models.load_params(pair.directory, config)
     jax.tree.map(np.testing.assert_array_equal, loaded, pair.params)
 
 
@@ -194,6 +205,8 @@ def test_streamed_names_are_those_of_transformers(family_pair, tmp_path):
     # A file has a tensor per expert, where the module has one of all.
     pair.torch_model.save_pretrained(tmp_path)
     theirs = load_file(tmp_path / "model.safetensors")
+    if config.declared.fused:  # only files have fused kernels
+        theirs = {name: array for name, array in by_file_name(theirs).items() if name in ours}
     assert ours == {name: tensor.shape for name, tensor in theirs.items()}
     for spec, array in models.iterate_hf_tensors(pair.params, config, "float32"):
         np.testing.assert_array_equal(array, theirs[spec.name])

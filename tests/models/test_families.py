@@ -23,6 +23,7 @@ SLOW = [
     ("qwen2-window", False), ("llama", True), ("mistral", True), ("qwen3", False),
     ("llama-linear", True), ("mistral-whole", False), ("qwen3-window", True), ("gemma3", False),
     ("qwen3-moe", True), ("qwen3-moe-mixed", True), ("gemma", True), ("mixtral", False),
+    ("gemma2", True), ("phi3", False),
 ]  # fmt: skip
 
 

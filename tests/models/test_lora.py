@@ -53,6 +53,12 @@ def merged_by_hand(params, adapter, scale):
     return params | {"layers": layers}
 
 
+def test_a_family_with_fused_kernels_has_no_adapters():
+    fused = dataclasses.replace(CONFIG, model_type="phi3")
+    with pytest.raises(UserError, match=r"'phi3' has fused kernels .*qkv_proj.* set lora\.rank=0"):
+        peft.find_modules(fused, ["all-linear"])
+
+
 @pytest.mark.slow
 def test_an_adapter_is_the_merged_model(params):
     """Forward and in the gradient, which the chain rule takes through W + scale A B."""

@@ -58,6 +58,36 @@ def expected(states, params=PARAMS):
     return of_response, np.asarray(ranks[0])[np.asarray(valid[0])]
 
 
+def test_series_are_the_values_of_every_prefix_alone():
+    """Their velocity is the mean of m_j - mean of the earlier ones."""
+    names, stride = ("effective_rank", "curvature"), 4
+    options = {"max_tokens": 32, "num_threads": 1, "names": names, "stride": stride}
+    random = np.random.default_rng(0)
+    responses = [random.normal(size=(n, 8)).astype(np.float32) for n in (23, 3, 8)]
+    responses[2][5] = np.nan
+    with measurer.Measurer(**options, series=True) as own, measurer.Measurer(**options) as plain:
+        measured = [own.submit(states) for states in responses]
+        prefixes = [plain.submit(responses[0][:n]) for n in range(stride, 24, stride)]
+        without = plain.submit(responses[0])
+        own.flush()
+        plain.flush()
+        found, short, broken = (future.result() for future in measured)
+        alone = [future.result().metrics for future in prefixes]
+        assert not without.result().series
+    assert list(found.series) == sorted(names)
+    for name, series in found.series.items():
+        assert series.dtype == np.float32
+        expected = [values[metrics.MetricKey(name)].value for values in alone]
+        np.testing.assert_allclose(series, expected, rtol=1e-5)
+        means = [series[:j].mean() for j in range(1, len(series))]
+        velocity = found.metrics[metrics.MetricKey(name, "velocity")].value
+        np.testing.assert_allclose(np.mean(series[1:] - means), velocity, rtol=1e-4)
+    np.testing.assert_array_equal(found.series["effective_rank"], found.effective_ranks)
+    for empty in (short, broken):
+        assert [len(series) for series in empty.series.values()] == [0, 0]
+        assert empty.effective_ranks is None
+
+
 def test_a_replica_says_what_it_measures(world):
     able, without = world.replica(), world.replica(layers=(0,))
     kinds = [d.metric_kinds for d in world.client(able, without, connect=False).connect(**FAKE)]

@@ -136,6 +136,10 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("evaluation.num_problems", 2000, r"evaluation.num_problems=2000 must be at most 512"),
         ("rollout.max_prompt_tokens", 11, "rollout.max_prompt_tokens must be at least 12"),
         ("seed", 2**40, "seed=1099511627776 must be at most"),
+        ("evaluation.metric_series", True, r"metric_series=True needs evaluation\.metrics=True"),
+        ("rewards.model.max_tokens", 8, "max_tokens=8 needs rewards.model.tokenizer='own'"),
+        ("rewards.model.max_tokens", 1, "max_tokens=1 needs rewards.model.tokenizer='own'"),
+        ("rewards.model.truncation", "both", "truncation='both' must be one of 'right', 'left'"),
     ],
 )
 def test_a_contradiction_is_named(field, value, message):
@@ -149,6 +153,13 @@ def test_turns_and_a_lag_exclude_each_other():
     config.update_from_flattened_dict({"rollout.in_turns": True, "rollout.max_staleness": 1})
     with pytest.raises(UserError, match=r"in_turns=True: replicas sleep .*max_staleness=1 makes"):
         validate(config)
+
+
+def test_series_of_metrics_need_the_states_in_the_trainer(config):
+    config.evaluation.update(metrics=True, metric_series=True)
+    validate(config)
+    config.evaluation.metric_options.placement = "rollout"
+    refused(r"metric_series=True needs .*placement='trainer'", validate, config)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ config.logging[sys.argv[2]] = "project"
 for first, last in ((0, 3), (2, 5)):  # the second start resumes at step 2
     writer = MetricWriter(workdir, first, open_trackers(config, workdir, "0123456789ab", print))
     for step in range(first, last):
-        writer.write(step, {"reward/mean": float(step)})
+        of_evaluation = {"eval/a/pass@1": 0.5, "eval/a/pass@1/gain": 0.25} if last == 5 else {}
+        writer.write(step, {"reward/mean": float(step), **of_evaluation})
     writer.close()
 """
 
@@ -135,3 +136,25 @@ def test_trackio_offline(tmp_path):
         (0, 0.0), (1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0), (4, 4.0)
     ]  # fmt: skip
     assert logged[-1] == (4, {"final/reward/mean": 4.0})
+
+
+@pytest.mark.slow
+def test_mlflow_in_a_local_store(tmp_path, monkeypatch):
+    uri = f"file://{tmp_path}/store"
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    _, out = run_offline("mlflow", tmp_path, MLFLOW_TRACKING_URI=uri)
+    assert out == ""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("project").experiment_id
+    (run,) = client.search_runs([experiment])  # the second start continued the first one's
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["training.num_steps"] == "3"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(m.step, m.value) for m in history] == [
+        (0, 0.0), (1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0), (4, 4.0)
+    ]  # fmt: skip
+    assert run.data.metrics["final/reward/mean"] == 4.0
+    assert run.data.metrics["eval/a/pass_at_1/value"] == 0.5
+    assert run.data.metrics["eval/a/pass_at_1/gain"] == 0.25

@@ -84,7 +84,8 @@ def scored(rng, index, measured, raw):
         environment_error="timeout: 2 s" * raw, environment_s=0.1 * index,
     )  # fmt: skip
     verdict = Verdict(0.5, True, False, None, "timeout: 2 s", {"a": 1 / 3, "b": -1.0})
-    return ScoredRollout(rollout, "täxt\n\x00", "42", verdict)
+    series = {"curvature": rng.normal(size=length).astype(np.float32)} if measured else {}
+    return ScoredRollout(rollout, "täxt\n\x00", "42", verdict, series)
 
 
 @pytest.mark.parametrize(("count", "measured"), [(0, False), (1, True), (5, False), (5, True)])
@@ -107,6 +108,8 @@ def test_packing_and_unpacking_keeps_every_bit(count, measured):
                 actual, expected = getattr(item_a, field.name), getattr(item_b, field.name)
                 if field.name == "rollout":
                     continue
+                if field.name == "series":
+                    assert [x.dtype for x in actual.values()] == ["float32"] * len(expected)
                 if isinstance(expected, np.ndarray):
                     assert actual.dtype == expected.dtype
                 np.testing.assert_equal(actual, expected)

@@ -70,6 +70,7 @@ def test_a_table_has_the_types_and_the_order_of_the_columns():
         assert response_files.table_of({name: []}).schema.field(0).type is not None
     for name in (METRICS + "x", SCORES + "x"):
         assert response_files.kind_of(name) == pa.float64()
+    assert response_files.kind_of("series/x").value_type == pa.float32()
     with pytest.raises(ValueError):
         response_files.table_of({"mine": []})
 

@@ -21,6 +21,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.reward_model import (
     RewardModel,
+    Scorer,
     batch_scores,
     find_reward_model,
     last_tokens,
@@ -34,9 +35,9 @@ LENGTHS = [(3, 4), (7, 1), (2, 9), (5, 5), (1, 2), (4, 7)]
 TOLERANCE = {"atol": 1e-4}
 
 
-def classifier(directory, family="qwen2", **sizes):
+def classifier(directory, family="qwen2", tokenizer=None, **sizes):
     """A random sequence classifier with one label, saved by transformers with the tokenizer."""
-    tokenizer = data.character_tokenizer()
+    tokenizer = tokenizer or data.character_tokenizer()
     make_pair(directory, family, **{"vocab_size": len(tokenizer), **sizes})
     torch.manual_seed(1)
     kind = transformers.AutoModelForSequenceClassification
@@ -152,8 +153,9 @@ def test_weights_in_bfloat16_change_scores_a_little(saved):
 def reward_model(entries, params, model, mesh):
     functions = reward_functions(entries)
     function = next(f for f in functions if f.function == "model")
-    plan, joins, lock = RowPlan(mesh, micro_batch_size=4), len(functions) > 1, threading.Lock()
-    return RewardModel(model, params, plan, function, joins, Peers(0, 1), lock)
+    scorer = Scorer(model, params, RowPlan(mesh, micro_batch_size=4))
+    lock = threading.Lock()
+    return RewardModel(scorer, function, len(functions) > 1, Peers(0, 1), lock)
 
 
 def test_the_score_joins_or_replaces_that_of_the_verifiers(saved):

@@ -378,7 +378,10 @@ def _layer(how, layer, x, heads):
     else:
         key, value = (jnp.repeat(each, groups, axis=2) for each in (key, value))
     scores = jnp.einsum("bqnh,bknh->bnqk", query, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(layer.seen[:, None], scores * layer.score_scale, UNSEEN)
+    scores = scores * layer.score_scale
+    if cap := how.config.attention_logit_softcap:
+        scores = cap * jnp.tanh(scores / cap)
+    scores = jnp.where(layer.seen[:, None], scores, UNSEEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(how.dtype)
     attended = jnp.einsum("bnqk,bknh->bqnh", weights, value).reshape(*x.shape[:2], -1)
     params = layer.params

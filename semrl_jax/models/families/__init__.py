@@ -47,6 +47,9 @@ class Family:
     options: tuple[str, ...] = ()
     # Modules of a layer that are not named as Llama's: ours -> below "model.layers.<i>.".
     tensor_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Kernels of a layer that files hold as one: its name below "model.layers.<i>." -> our modules,
+    # which follow each other in `hf_weights.LAYER_NAMES`. Everywhere else they are separate.
+    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # Translates the fields of a `config.json` of this family to Llama's names, and back; None: they
     # have Llama's names.
     from_hf: Callable[[Fields], Fields] | None = None

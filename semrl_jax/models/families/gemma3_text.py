@@ -25,7 +25,7 @@ def from_hf(hf: Fields) -> dict[str, Any]:
     fields = DEFAULTS | dict(hf)
     if hf.get("attn_logit_softcapping") is not None:
         raise UserError("attn_logit_softcapping is not supported; only null is.")
-    _whole_number(fields, "query_pre_attn_scalar")
+    whole_number(fields, "query_pre_attn_scalar")
     fields["hidden_act"] = hf.get("hidden_activation", FAMILY.activation)
     if hf.get("layer_types") is None:
         fields["layer_types"] = _kinds(hf.get("num_hidden_layers"), fields)
@@ -53,13 +53,13 @@ def from_hf(hf: Fields) -> dict[str, Any]:
 
 def _kinds(num_layers: Any, fields: Fields) -> list[str] | None:
     """The kind of each layer by the pattern; None if the number of layers is a mistake."""
-    pattern = _whole_number(fields, "sliding_window_pattern")
+    pattern = whole_number(fields, "sliding_window_pattern")
     if type(num_layers) is not int or not 0 < num_layers < 2**12:
         return None  # refused with the other sizes
     return [LOCAL if layer % pattern else WHOLE for layer in range(1, num_layers + 1)]
 
 
-def _whole_number(fields: Fields, name: str) -> int:
+def whole_number(fields: Fields, name: str) -> int:
     if type(fields[name]) is not int or fields[name] < 1:
         raise UserError(f"{name}={fields[name]!r:.100} must be a whole number above 0.")
     return fields[name]

@@ -86,7 +86,10 @@ class Model:
         """What a forward pass over prompt and response computes for each response token."""
         reference = reference or self.reference
         states = self.all_states(rollout, reference)[len(rollout.prompt_ids) - 1 : -1]
-        return states.float().numpy(), reference.lm_head(states).double().numpy()
+        logits = reference.lm_head(states).double()
+        if cap := self.policy.config.final_logit_softcap:
+            logits = cap * torch.tanh(logits / cap)
+        return states.float().numpy(), logits.numpy()
 
     @torch.no_grad()
     def all_states(self, rollout, reference=None):

@@ -9,7 +9,7 @@ from tests.rollout.engines.vllm_replica import serving
 pytestmark = pytest.mark.soak
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "gemma2", "phi3"])
 def test_states_and_logprobs_after_a_sync_are_those_of_transformers(family, tmp_path, monkeypatch):
     def architecture(tokenizer, tied):
         return models.random_config(
@@ -19,7 +19,7 @@ def test_states_and_logprobs_after_a_sync_are_those_of_transformers(family, tmp_
         )  # fmt: skip
 
     monkeypatch.setattr(test_vllm, "architecture", architecture)
-    tied = family == "gemma3_text"
+    tied = family.startswith("gemma")
     pair = [test_vllm.Model(tmp_path, tied, seed=seed, scale=1.5) for seed in (0, 1)]
     flags = (
         "--config.rollout.max_prompt_tokens=200", "--config.rollout.max_response_tokens=64",
