@@ -106,9 +106,7 @@ def take_step(run: OpenRun, state: TrainState, bar: Bar) -> tuple[TrainState, Ro
     started = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # the update donates its state
     with cpu_clock.installed():
         steps = loop.run_steps(
-            run.parts._replace(config=config),
-            started._replace(position=state.position),
-            bar.status,
+            run.parts._replace(config=config), started._replace(position=state.position), bar.status
         )
         result = next(steps)
     num_tokens = sum(len(item.rollout.response_ids) for item in result.scored)

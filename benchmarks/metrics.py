@@ -355,10 +355,7 @@ def main() -> None:
             tables += [compared(shape, outlier) for outlier in (RESOLVED, UNRESOLVED)]
             memory(shape)
     else:
-        tables = [
-            compared(SHAPE, RESOLVED),
-            lengths(LONG, SHAPE[-1], ORDERS, turns=1),
-        ]
+        tables = [compared(SHAPE, RESOLVED), lengths(LONG, SHAPE[-1], ORDERS, turns=1)]
     results.show("Speed of the metrics", "\n\n".join(tables), arguments.json, versions)
 
 

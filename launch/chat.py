@@ -52,11 +52,7 @@ FIELDS = {
     **OF_SAMPLING,
 }
 GIVEN = define_flags(FIELDS)
-DEFAULTS = {
-    **UNMODIFIED,
-    "evaluation.metrics": True,
-    "environment.name": "",
-}
+DEFAULTS = {**UNMODIFIED, "evaluation.metrics": True, "environment.name": ""}
 OF_QUESTIONS = ("template", "multi_turn", "system_prompt")  # flags without a meaning for episodes
 # Settings of training that would have no meaning here.
 FIXED = {

@@ -70,12 +70,7 @@ FIELDS = {
     **OF_SAMPLING,
 }
 GIVEN = define_flags(FIELDS)
-DEFAULTS = {
-    "evaluation.n": 1,
-    **UNMODIFIED,
-    "evaluation.verifier": "",
-    "evaluation.metrics": False,
-}
+DEFAULTS = {"evaluation.n": 1, **UNMODIFIED, "evaluation.verifier": "", "evaluation.metrics": False}
 # Settings of training that would have no meaning here.
 FIXED = {
     "data.task": "files",

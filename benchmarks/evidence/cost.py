@@ -1,4 +1,4 @@
-"""What the metrics cost beside the rest of a step, by length and width.
+"""What the metrics cost in addition to the rest of a step, by length and width.
 
     python -m benchmarks.evidence.cost
 

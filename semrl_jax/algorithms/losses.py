@@ -36,10 +36,7 @@ class Aggregation:
 
 
 def token_weights(
-    response_mask: Bool[Array, "B T"],
-    *,
-    aggregation: str = "token_mean",
-    constant_length: int = 0,
+    response_mask: Bool[Array, "B T"], *, aggregation: str = "token_mean", constant_length: int = 0
 ) -> Float[Array, "B T"]:
     """Computes how much each token of a mini-batch counts.
 

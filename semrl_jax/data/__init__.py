@@ -14,12 +14,7 @@ from semrl_jax.data.encoding import (
     template_line,
 )
 from semrl_jax.data.loading import load_prompts, prompts_of_problems
-from semrl_jax.data.padding import (
-    Demonstrations,
-    demonstration_rows,
-    pad_response_values,
-    pad_rows,
-)
+from semrl_jax.data.padding import Demonstrations, demonstration_rows, pad_response_values, pad_rows
 from semrl_jax.data.prompt_rows import BadRows, check_row_format, read_shots, row_reader
 from semrl_jax.data.prompts import (
     Position,

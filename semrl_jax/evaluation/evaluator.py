@@ -146,11 +146,7 @@ class Evaluator:
                 sample_index=sample,
                 prompt_ids=self.problems[index].prompt_ids,
                 seed=stream_seed(
-                    self.config.seed,
-                    EVALUATION,
-                    zlib.crc32(benchmark.name.encode()),
-                    place,
-                    sample,
+                    self.config.seed, EVALUATION, zlib.crc32(benchmark.name.encode()), place, sample
                 ),
             )
             for index, (benchmark, place) in asked.items()
@@ -171,11 +167,7 @@ class Evaluator:
         )
 
     def samples(
-        self,
-        benchmark: Benchmark,
-        places: Sequence[int],
-        plan: Plan,
-        items: Scored,
+        self, benchmark: Benchmark, places: Sequence[int], plan: Plan, items: Scored
     ) -> list[list[Sample]]:
         """The responses as samples, one list per problem at `places` of the benchmark."""
         indices = {place: benchmark.problems[place] for place in places}

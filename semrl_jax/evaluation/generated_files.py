@@ -25,11 +25,7 @@ FINISHED = ("eos", "stop")  # reasons of responses that a model may learn from
 
 
 def response_table(
-    items: Scored,
-    prompts: Sequence[data.PromptExample],
-    *,
-    with_logprobs: bool,
-    is_graded: bool,
+    items: Scored, prompts: Sequence[data.PromptExample], *, with_logprobs: bool, is_graded: bool
 ) -> pa.Table:
     """Responses as a table, see `support.response_files`; a group is the place of its prompt."""
     arrays = ["prompt_ids", "response_ids"]

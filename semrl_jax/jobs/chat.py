@@ -148,11 +148,7 @@ class Conversation:
     """Asks a policy; remembers the questions and responses if it has several turns."""
 
     def __init__(
-        self,
-        inference: Inference,
-        template: str,
-        multi_turn: bool,
-        measuring: Measuring | None,
+        self, inference: Inference, template: str, multi_turn: bool, measuring: Measuring | None
     ):
         self._inference, self._template = inference, template
         self._multi_turn, self._measuring = multi_turn, measuring

@@ -22,11 +22,7 @@ from semrl_jax import data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation import catalogue, comparison, problem_page, results
-from semrl_jax.evaluation.entries import (
-    benchmark_settings,
-    check_benchmarks,
-    environment_names,
-)
+from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks, environment_names
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
 from semrl_jax.evaluation.graders import open_graders, takes_rows
 from semrl_jax.evaluation.problems import load_problems

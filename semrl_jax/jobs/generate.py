@@ -29,13 +29,7 @@ from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
 from semrl_jax.support import response_files
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import (
-    DISTRIBUTION,
-    HiddenStateParams,
-    Rollout,
-    SampleRequest,
-    distribution_of,
-)
+from semrl_jax.types import DISTRIBUTION, HiddenStateParams, Rollout, SampleRequest, distribution_of
 
 RECORD = "generation.json"
 GRADER_OPTIONS = ("timeout_s", "num_workers", "memory_limit_gib")  # of config.rewards

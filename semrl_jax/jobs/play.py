@@ -29,9 +29,7 @@ HELP = "an empty line plays the next task, a number this task; /quit or Ctrl-D e
 
 
 def play(
-    config: ml_collections.ConfigDict,
-    source: PolicySource,
-    lines: Callable[[], str] | None = None,
+    config: ml_collections.ConfigDict, source: PolicySource, lines: Callable[[], str] | None = None
 ) -> int:
     """Plays held-out tasks of `environment.name`, the first one at once, until there is no line.
 

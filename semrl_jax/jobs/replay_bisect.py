@@ -9,14 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from semrl_jax.jobs.replay import (
-    Compared,
-    Finding,
-    Replay,
-    known_records,
-    settings_at,
-    steps_of,
-)
+from semrl_jax.jobs.replay import Compared, Finding, Replay, known_records, settings_at, steps_of
 from semrl_jax.jobs.replay_elsewhere import ROOT, begun_at, records_of
 from semrl_jax.runs.differences import PROMPTS, START, differences, is_compared
 from semrl_jax.sampling.recorded import StepRecord, file_of, read_record, write_record

@@ -101,11 +101,7 @@ def _two_runs(
 
 
 def _told(
-    answer: Answer,
-    run: pathlib.Path,
-    output: pathlib.Path,
-    compared: Compared,
-    reporter: Reporter,
+    answer: Answer, run: pathlib.Path, output: pathlib.Path, compared: Compared, reporter: Reporter
 ) -> int:
     what = known(compared.records)
     if answer.finding is None:

@@ -135,10 +135,7 @@ def sample_calls(
     if count < total:
         reporter.line(f"{name}: {total - count} of {total} responses are there already")
     began = time.monotonic()
-    with (
-        reporter.bar(name, total, "responses", done=total - count) as bar,
-        workers(config) as run,
-    ):
+    with reporter.bar(name, total, "responses", done=total - count) as bar, workers(config) as run:
         progress = Progress(name, total, total - count, bar, reporter)
 
         def complete(call: Call) -> None:

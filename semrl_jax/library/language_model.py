@@ -30,13 +30,7 @@ from semrl_jax.support import compilation
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import run_of
-from semrl_jax.types import (
-    HiddenStateParams,
-    Rollout,
-    SampleRequest,
-    SamplingParams,
-    WeightVersion,
-)
+from semrl_jax.types import HiddenStateParams, Rollout, SampleRequest, SamplingParams, WeightVersion
 
 Prompt = str | Sequence[Mapping[str, str]]
 Tokens = str | Sequence[int] | Int[np.ndarray, " T"]

@@ -20,13 +20,7 @@ from semrl_jax.runs.memory import num_parameters, num_trained, per_parameter, si
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.training import updates_per_step
-from semrl_jax.support.chips import (
-    Cluster,
-    Slice,
-    find_cluster,
-    find_slice,
-    smallest_that_holds,
-)
+from semrl_jax.support.chips import Cluster, Slice, find_cluster, find_slice, smallest_that_holds
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.passes import UPDATE
 

@@ -190,9 +190,7 @@ class Programs:
         count = config.training.responses_per_step
         rows, group = rows_of_slots(rollout, count, mesh.shape["replica"])
         sampling = SamplingParams(
-            max_tokens=rollout.max_response_tokens,
-            **distribution_of(rollout),
-            eos_token_ids=(0,),
+            max_tokens=rollout.max_response_tokens, **distribution_of(rollout), eos_token_ids=(0,)
         )
         kind, values = split_sampling(sampling)
         shapes = jax.eval_shape(

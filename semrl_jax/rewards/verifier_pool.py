@@ -19,12 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict, load_builtin
-from semrl_jax.rewards.verdict import (
-    Verdict,
-    VerifierSettings,
-    failed_verdict,
-    weighted_verdict,
-)
+from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict, weighted_verdict
 from semrl_jax.settings.rewards import check_verifiers, reward_functions, split_functions
 from semrl_jax.settings.rules import Section
 from semrl_jax.support.errors import UserError

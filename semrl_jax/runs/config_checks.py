@@ -152,10 +152,7 @@ def method_line(config: ml_collections.ConfigDict) -> str:
     if config.hidden_states.source != "none" and config.shaping.target != "none":
         parts.append(f"VERL shaping of {config.shaping.target}")
     if "." not in config.algorithms.name:  # else its own options
-        for name, of in (
-            ("KL", "kl_coefficient"),
-            ("entropy bonus", "entropy_coefficient"),
-        ):
+        for name, of in (("KL", "kl_coefficient"), ("entropy bonus", "entropy_coefficient")):
             if loss[of]:
                 parts.append(f"{name} {loss[of]:g}")
     for name, value in (

@@ -243,11 +243,7 @@ def _say_memory(
 
 
 def _check_run(
-    config: ml_collections.ConfigDict,
-    workdir: str,
-    resumed: bool,
-    size: float,
-    summary: Summary,
+    config: ml_collections.ConfigDict, workdir: str, resumed: bool, size: float, summary: Summary
 ) -> None:
     """Checks that the checkpoints fit onto the disk, and says what the directory holds."""
     directory = pathlib.Path(workdir).absolute()

@@ -140,10 +140,7 @@ def _kept(
 
 
 def least_parts_sft(
-    config: ml_collections.ConfigDict,
-    policy: models.Policy,
-    lora: models.Lora | None,
-    mesh: Mesh,
+    config: ml_collections.ConfigDict, policy: models.Policy, lora: models.Lora | None, mesh: Mesh
 ) -> dict[str, float | int]:
     """See `least_parts`; here for a supervised fine-tuning."""
     sizes = _Sizes(config, mesh, lora)

@@ -23,11 +23,7 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.data.curricula import PromptHistory, find_curriculum
 from semrl_jax.environments.journal import Journal
 from semrl_jax.environments.pool import EnvironmentPools
-from semrl_jax.evaluation.entries import (
-    benchmark_settings,
-    check_benchmarks,
-    environment_names,
-)
+from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks, environment_names
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.problems import load_problems
@@ -204,9 +200,7 @@ def check_inputs(
     keep = {"keep_columns": verifier.takes_row, "environments": environments}
     prompts = training_prompts(config, tokenizer, report, **keep)
     prompts = dataclasses.replace(
-        prompts,
-        is_shuffled=config.data.shuffle,
-        curriculum=find_curriculum(config.data.curriculum),
+        prompts, is_shuffled=config.data.shuffle, curriculum=find_curriculum(config.data.curriculum)
     )
     if prompts.curriculum is not None:  # a first draw finds its mistakes
         start = data.Position(0, 0, PromptHistory.nothing(len(prompts)))

@@ -71,9 +71,7 @@ def starting_directory(
     options = config.warm_start
     if options.num_steps:
         texts = demonstration_texts(
-            config.seed,
-            options.num_demonstrations,
-            forget_probability=options.forget_probability,
+            config.seed, options.num_demonstrations, forget_probability=options.forget_probability
         )
         demonstrations = data.demonstration_rows(tokenizer, texts)
         with reporter.bar("warm start", options.num_steps, "steps") as bar:

@@ -15,13 +15,7 @@ from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.support.clock import Clock
-from semrl_jax.types import (
-    HiddenStateParams,
-    MetricParams,
-    Rollout,
-    SampleRequest,
-    distribution_of,
-)
+from semrl_jax.types import HiddenStateParams, MetricParams, Rollout, SampleRequest, distribution_of
 
 TRAINING, EVALUATION, GENERATION = 1, 2, 3  # streams of the sampling seeds
 REPLICA_OPTIONS = ("stride", "window", "method", "num_threads")

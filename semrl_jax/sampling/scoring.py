@@ -167,10 +167,7 @@ def verdict_columns(verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
 
 
 def submit_turns(
-    measurer: Measurer,
-    rollout: Rollout,
-    states: Float[np.ndarray, "_ D"],
-    whole: Future[Measured],
+    measurer: Measurer, rollout: Rollout, states: Float[np.ndarray, "_ D"], whole: Future[Measured]
 ) -> list[Future[Measured]]:
     """Starts measuring each turn of an episode by itself; [] without an environment.
 
@@ -195,9 +192,7 @@ def _turn_metrics(turns: Sequence[Measured]) -> dict[str, Float[np.ndarray, " _"
     return found
 
 
-def _stacked(
-    rows: Sequence[Float[np.ndarray, ...] | None],
-) -> Float[np.ndarray, "B ..."] | None:
+def _stacked(rows: Sequence[Float[np.ndarray, ...] | None]) -> Float[np.ndarray, "B ..."] | None:
     return np.stack(rows) if rows and all(row is not None for row in rows) else None
 
 

@@ -48,9 +48,7 @@ class Data:
     )
     row_format: str = setting("question_answer", "rows of the files: question_answer or simplerl")
     question_fields: tuple[str, ...] = setting(
-        ("question",),
-        "fields of a row that make the question, joined by a space",
-        items=str,
+        ("question",), "fields of a row that make the question, joined by a space", items=str
     )
     answer_field: str = setting("answer", "field of a row with the reference answer")
     answer_after: str = setting("", "the answer follows this mark, #### in GSM8K; empty: no mark")

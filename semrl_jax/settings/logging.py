@@ -16,9 +16,7 @@ class Logging:
         at_least=0,
     )
     plot_every_steps: int = setting(
-        10,
-        "steps between two drawings of the report; 0: only at the end",
-        at_least=0,
+        10, "steps between two drawings of the report; 0: only at the end", at_least=0
     )
     replay_every: int = setting(
         0,

@@ -92,9 +92,7 @@ class Rollout:
     max_prompt_tokens: int = setting(512, "longer prompts of files are left out", above=0)
     max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
     stop_token_ids: tuple[int, ...] = setting(
-        (),
-        "token ids that end a response, in addition to the end token. docs/data.md",
-        items=int,
+        (), "token ids that end a response, in addition to the end token. docs/data.md", items=int
     )
     stop_words: tuple[str, ...] = setting(
         (), "Words of one token that end a response, or verl:llama, ...; repeat the flag", items=str
@@ -187,10 +185,7 @@ class Rollout:
         256, "responses decoded side by side", "responses", above=0, may_change=True
     )
     vllm_max_num_batched_tokens: int = setting(
-        0,
-        "most tokens of an engine step; 0: vLLM's default",
-        at_least=0,
-        may_change=True,
+        0, "most tokens of an engine step; 0: vLLM's default", at_least=0, may_change=True
     )
     vllm_tensor_parallelism: int = setting(
         1, "devices of a replica", "devices", above=0, may_change=True
@@ -202,10 +197,7 @@ class Rollout:
         may_change=True,
     )
     vllm_kv_cache_gib: float = setting(
-        0.0,
-        "size of the cache; 0: the rest of that memory, on CPU 4",
-        at_least=0,
-        may_change=True,
+        0.0, "size of the cache; 0: the rest of that memory, on CPU 4", at_least=0, may_change=True
     )
     vllm_enforce_eager: bool = setting(
         False, "True: no compilation, starts in half the time", may_change=True

@@ -35,9 +35,7 @@ class Sft:
     )
     messages_field: str = setting("messages", "field of a row with the list of messages")
     prompt_fields: tuple[str, ...] = setting(
-        ("prompt",),
-        "prompt_completion: fields that make the prompt, joined by a space",
-        items=str,
+        ("prompt",), "prompt_completion: fields that make the prompt, joined by a space", items=str
     )
     completion_field: str = setting("completion", "prompt_completion: field with the completion")
     template: str = setting("auto", "as data.template", may_change=True)

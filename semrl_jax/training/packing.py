@@ -165,10 +165,7 @@ def to_batch(
 
 
 def lay_out(
-    batch: RolloutBatch,
-    plan: RowPlan,
-    attention_columns: float = 0.0,
-    dropout: int | None = None,
+    batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0, dropout: int | None = None
 ) -> Layout:
     """Lays NumPy rows [prompt | response] out for the devices.
 

@@ -160,7 +160,4 @@ def _key(prompt_ids: Any) -> bytes:
 
 
 def _messages(question: str, response: str) -> list[dict[str, str]]:
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": response},
-    ]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": response}]

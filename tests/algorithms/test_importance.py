@@ -80,10 +80,7 @@ def test_weighted_means_under_the_engine_are_means_under_the_policy(level):
     assert share == 0
     f = rng.normal(size=9)
     of_engine = engine.prod(axis=1) * weights[:, 1]
-    of_policy = {
-        "sequence": policy.prod(axis=1),
-        "token": engine[:, 0] * policy[:, 1],
-    }[level]
+    of_policy = {"sequence": policy.prod(axis=1), "token": engine[:, 0] * policy[:, 1]}[level]
     np.testing.assert_allclose(np.sum(of_engine * f), np.sum(of_policy * f), rtol=1e-5)
 
 

@@ -30,9 +30,7 @@ def test_timed_pairs_differ():
 def test_files_are_checked(tmp_path, capsys):
     rows = {
         "gsm8k": [{"question": "x", "answer": f"so\n#### {n}"} for n in ("1,200", "-3")],
-        "aqua": [
-            {"question": "x", "correct": "B", "options": ["A)5", "B)6", "C)7", "D)8", "E)9"]},
-        ],
+        "aqua": [{"question": "x", "correct": "B", "options": ["A)5", "B)6", "C)7", "D)8", "E)9"]}],
         "aime25": [{"question": "x", "answer": "?" * 9}],  # empty after normalisation
     }
     for name, lines in rows.items():

@@ -109,11 +109,7 @@ def test_special_tokens_are_added_only_if_asked():
 
     for add, expected in [(False, [1]), (True, [9, 1])]:
         dataset = build_dataset(
-            [("a", "b")],
-            Adding(),
-            data_source="x",
-            max_prompt_tokens=3,
-            add_special_tokens=add,
+            [("a", "b")], Adding(), data_source="x", max_prompt_tokens=3, add_special_tokens=add
         )
         np.testing.assert_array_equal(dataset.examples[0].prompt_ids, expected)
 

@@ -10,12 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.data import (
-    character_tokenizer,
-    check_same_tokens,
-    load_tokenizer,
-    tokenizer_hash,
-)
+from semrl_jax.data import character_tokenizer, check_same_tokens, load_tokenizer, tokenizer_hash
 from semrl_jax.data.tokenizer import _SETTINGS_FILES, CHARACTERS
 from semrl_jax.support.errors import UserError
 from tests.cases import refused

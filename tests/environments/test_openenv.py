@@ -187,10 +187,7 @@ def test_a_second_answer_that_comes_later_costs_the_episode(environments, server
 
 @pytest.mark.parametrize(
     ("message", "shown"),
-    [
-        ("bytes", "a\N{REPLACEMENT CHARACTER}b"),
-        ("refuse", "error: Invalid; ['message']: too rude"),
-    ],
+    [("bytes", "a\N{REPLACEMENT CHARACTER}b"), ("refuse", "error: Invalid; ['message']: too rude")],
 )
 def test_an_odd_observation_is_a_message(environments, message, shown):
     _, answers = play(environments, message, "one")

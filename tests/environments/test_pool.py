@@ -302,10 +302,7 @@ def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
         ({"name": "search"}, r"search\(\) cannot be made: TypeError: .*'corpus' and 'questions'"),
         ({"name": "calculator", "tool_format": "xml"}, "tool_format='xml' must be one of"),
         ({"name": f"{USERS}:Nobody"}, r"cannot be imported \(AttributeError: .*'Nobody'"),
-        (
-            {"name": f"{USERS}:TakenVerdict"},
-            r"weights=\{'shaped': 1.0\} must give a number",
-        ),
+        ({"name": f"{USERS}:TakenVerdict"}, r"weights=\{'shaped': 1.0\} must give a number"),
         (
             {"name": f"{USERS}:OddVerdicts:weights=huge"},
             r"weights cannot be read \(ValueError: .*; it must give a number from -1e\+09",

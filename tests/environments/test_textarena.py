@@ -181,10 +181,7 @@ def test_cards_of_the_other_side_are_not_shown():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            "game=TicTacTo-v0",
-            "no game .*; did you mean TicTacToe-v0.* one of 2048-v0, Bandit",
-        ),
+        ("game=TicTacTo-v0", "no game .*; did you mean TicTacToe-v0.* one of 2048-v0, Bandit"),
         ("game=TwentyQuestions-v0", "'TwentyQuestions-v0' is no game .* without a network"),
         ("game=Wordle-v0", "'Wordle-v0' is no game"),
         (

@@ -42,12 +42,7 @@ def test_rows_have_prompt_response_and_what_was_asked_for():
     items[3] = changed(items[3], metrics=RANK, response_mask=mask)
     items[2] = changed(items[2], metrics={MetricKey("rank"): Measurement(0.0, False)})
     rows = table_of(items, with_logprobs=True, is_graded=True).to_pylist()
-    assert [(r["group_id"], r["sample_index"]) for r in rows] == [
-        (5, 0),
-        (5, 1),
-        (9, 0),
-        (9, 1),
-    ]
+    assert [(r["group_id"], r["sample_index"]) for r in rows] == [(5, 0), (5, 1), (9, 0), (9, 1)]
     assert [r["reference"] for r in rows] == ["7", "7", None, None]
     assert rows[0] | rows[1] == rows[0] | {
         "group_id": 5, "sample_index": 1, "benchmark": "set", "question": "1",

@@ -15,14 +15,7 @@ import pyarrow as pa
 import pytest
 
 from semrl_jax.jobs import replay_bisect
-from semrl_jax.jobs.replay import (
-    Compared,
-    Replay,
-    chosen_steps,
-    known_records,
-    replayed,
-    steps_of,
-)
+from semrl_jax.jobs.replay import Compared, Replay, chosen_steps, known_records, replayed, steps_of
 from semrl_jax.jobs.replay_report import replay
 from semrl_jax.runs import train
 from semrl_jax.sampling import requests

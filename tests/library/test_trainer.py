@@ -236,10 +236,7 @@ def test_questions_to_the_policy_get_the_template_of_the_run(trainer):
 @pytest.mark.parametrize(
     "settings, parts",
     [
-        (
-            {},
-            ["grpo", "VERL shaping of advantage", "KL 0.001", "entropy bonus", "-1 if"],
-        ),
+        ({}, ["grpo", "VERL shaping of advantage", "KL 0.001", "entropy bonus", "-1 if"]),
         ({"rewards": {"mode": "mix"}, "shaping": {"target": "none"}}, ["grpo", "KL", "entropy"]),
         ({"environment": {"name": "a:B"}}, ["grpo", "VERL", "KL", "entropy"]),
     ],

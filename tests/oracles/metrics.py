@@ -76,10 +76,7 @@ def orders(values):
     """First and second order of a series, None where it is too short."""
     deltas = [values[j] - np.mean(values[:j]) for j in range(1, len(values))]
     rises = [b - a for a, b in itertools.pairwise(deltas)]
-    return (
-        float(np.mean(deltas)) if deltas else None,
-        float(np.mean(rises)) if rises else None,
-    )
+    return (float(np.mean(deltas)) if deltas else None, float(np.mean(rises)) if rises else None)
 
 
 def count_frequencies(sequences, vocab_size=16):

@@ -112,9 +112,7 @@ def cached_measurer(**options) -> Measurer:
 
 
 def measured(
-    scored: Scored,
-    states: Sequence[np.ndarray],
-    config: ml_collections.ConfigDict,
+    scored: Scored, states: Sequence[np.ndarray], config: ml_collections.ConfigDict
 ) -> Scored:
     """Metrics of each response's own states, through the trainer's threads."""
     measurer = cached_measurer(

@@ -288,8 +288,7 @@ FAST = ("base", "first step", "clipped ratios")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_every_intermediate_matches(world, name):
     found, expected = world.found(CASES[name]), world.expected(CASES[name])

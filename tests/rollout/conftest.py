@@ -156,10 +156,7 @@ def world():
 
         def stub(replica, token=TOKEN):
             channel = stack.enter_context(grpc.insecure_channel(replica.address))
-            return make_stub(channel), {
-                "timeout": 10.0,
-                "metadata": token_metadata(token),
-            }
+            return make_stub(channel), {"timeout": 10.0, "metadata": token_metadata(token)}
 
         def caller(replica):
             return stack.enter_context(Caller(replica.address, TOKEN))

@@ -17,8 +17,7 @@ def write(root, files):
 def machine(tmp_path):
     """A machine of 64 GiB, half of it free."""
     write(
-        tmp_path,
-        {"proc/meminfo": f"MemTotal:  {64 * 2**20} kB\nMemAvailable:   {32 * 2**20} kB"},
+        tmp_path, {"proc/meminfo": f"MemTotal:  {64 * 2**20} kB\nMemAvailable:   {32 * 2**20} kB"}
     )
     return tmp_path
 

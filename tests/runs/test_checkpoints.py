@@ -31,12 +31,7 @@ from semrl_jax.runs.checkpoints import Checkpoints, disk_refusal
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.optimizer import Optimizer, make_optimizer
-from semrl_jax.training.train_state import (
-    DataPosition,
-    everywhere,
-    init_state,
-    init_trained,
-)
+from semrl_jax.training.train_state import DataPosition, everywhere, init_state, init_trained
 from tests.cases import raised, refused, slow_after
 from tests.training.recorded import record
 

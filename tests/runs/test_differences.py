@@ -8,14 +8,7 @@ import pytest
 
 from semrl_jax.metrics.measurements import Measurement, MetricKey
 from semrl_jax.models import array_sums
-from semrl_jax.runs.differences import (
-    COLUMNS,
-    STAGES,
-    differences,
-    is_compared,
-    known,
-    stage_of,
-)
+from semrl_jax.runs.differences import COLUMNS, STAGES, differences, is_compared, known, stage_of
 from semrl_jax.sampling.recorded import (
     StepRecord,
     columns_of,

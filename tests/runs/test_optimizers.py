@@ -49,10 +49,7 @@ def assert_same(actual, expected):
     ("name", "fields"),
     [
         ("grpo", FACTORED | ROUNDED | OFFLOADED),
-        (
-            "ppo",
-            ROUNDED | {"optimizer.first_moment_dtype": "bfloat16", "rollout.in_turns": True},
-        ),
+        ("ppo", ROUNDED | {"optimizer.first_moment_dtype": "bfloat16", "rollout.in_turns": True}),
     ],
 )
 def test_a_resumed_run_continues_to_the_bit(config, tmp_path, rewarded, name, fields):

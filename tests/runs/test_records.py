@@ -13,17 +13,10 @@ from semrl_jax.algorithms import group_relative_advantages
 from semrl_jax.data import character_tokenizer, full_text
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.pages.report import write_report
-from semrl_jax.runs.records import (
-    MetricWriter,
-    keep_damaged_log,
-    remove_rollouts,
-    write_rollouts,
-)
+from semrl_jax.runs.records import MetricWriter, keep_damaged_log, remove_rollouts, write_rollouts
 from semrl_jax.runs.trackers import TensorBoard
 from semrl_jax.runs.workdir import open_workdir
-from semrl_jax.sampling.batch_scalars import (
-    batch_scalars,
-)
+from semrl_jax.sampling.batch_scalars import batch_scalars
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.rows import read_rows
 from semrl_jax.training.probes.mismatch import logprob_mismatch, state_differences

@@ -172,10 +172,7 @@ def test_a_model_that_cannot_be_used_is_named(mistake, kl_coefficient, config, m
 FILES = {
     "missing": (None, r"apples.jsonl.* does not exist"),
     "no field": ('{"frage": "?"}', "line 1: field 'question' is missing"),
-    "all too long": (
-        json.dumps({"question": "x" * 500, "answer": "#### 1"}),
-        "max_prompt_tokens",
-    ),
+    "all too long": (json.dumps({"question": "x" * 500, "answer": "#### 1"}), "max_prompt_tokens"),
 }
 
 

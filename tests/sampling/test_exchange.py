@@ -11,12 +11,7 @@ from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.models import AXES
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import Verdict
-from semrl_jax.sampling.exchange import (
-    pack_scored,
-    sampling_processes,
-    share_of,
-    unpack_scored,
-)
+from semrl_jax.sampling.exchange import pack_scored, sampling_processes, share_of, unpack_scored
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.types import Rollout, VersionSpan, WeightVersion
 

@@ -178,8 +178,7 @@ def test_every_combination_of_choices_matches_float64_loops(target):
             ENTROPY | {"guidance": "curvature", "reproduce_release": True}, marks=pytest.mark.slow
         ),
         pytest.param(
-            {"mixing": "sum", "reproduce_release": True, "target": "both"},
-            marks=pytest.mark.slow,
+            {"mixing": "sum", "reproduce_release": True, "target": "both"}, marks=pytest.mark.slow
         ),
     ],
     ids=["default", "foreign guidance", "release"],

@@ -194,10 +194,7 @@ def test_a_run_is_rewarded_by_the_text_of_its_responses(config, saved, tmp_path)
     expected = []
     for ids in zip(table["prompt_ids"], table["response_ids"]):
         prompt, response = (policy_tokenizer.decode(each, skip_special_tokens=True) for each in ids)
-        messages = [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": response},
-        ]
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         expected.append(theirs(torch.tensor([ids])).logits.item())

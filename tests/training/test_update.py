@@ -197,8 +197,7 @@ def test_the_exact_kl_from_a_model_of_another_size(plan):
     other, batch = models.Policy(larger), make_batch(context=True)
     reference = other.init(jax.random.key(5))
     algorithm = Algorithm(
-        grpo,
-        grpo.Options(kl_estimator="exact", kl_coefficient=1.0, entropy_coefficient=0.0),
+        grpo, grpo.Options(kl_estimator="exact", kl_coefficient=1.0, entropy_coefficient=0.0)
     )
     assert algorithm.needs.exact_kl
     advantages = np.zeros(batch.response_mask.shape, np.float32)

@@ -5,13 +5,7 @@ thing changed, `hypotheses` are the things that may be changed, and `search` tri
 """
 
 from semrl_jax.analysis.mismatch.observed import Observation, Observed, observe_rollouts
-from semrl_jax.analysis.mismatch.search import (
-    Diagnosis,
-    Finding,
-    Weights,
-    diagnose,
-    segments_of,
-)
+from semrl_jax.analysis.mismatch.search import Diagnosis, Finding, Weights, diagnose, segments_of
 
 __all__ = [
     "diagnose", "Diagnosis", "Finding", "observe_rollouts", "Observation", "Observed",

@@ -32,11 +32,7 @@ from semrl_jax.analysis.mismatch.computation import (
     window_of,
 )
 from semrl_jax.models.decoder import NO_WINDOW, rotary_frequencies
-from semrl_jax.models.decoder_config import (
-    EXPERT_MODULES,
-    DecoderConfig,
-    RopeScaling,
-)
+from semrl_jax.models.decoder_config import EXPERT_MODULES, DecoderConfig, RopeScaling
 
 Params = models.Params
 MOST_WINDOWS = 160  # sizes that are all tried; above, powers of two and those near the model's own

@@ -22,12 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax import models
-from semrl_jax.analysis.mismatch.computation import (
-    Computation,
-    computation_of,
-    groups_of,
-    normed,
-)
+from semrl_jax.analysis.mismatch.computation import Computation, computation_of, groups_of, normed
 from semrl_jax.analysis.mismatch.hypotheses import CAUSES, Hypothesis, Known, hypotheses
 from semrl_jax.analysis.mismatch.observed import DTYPES, Observation
 

@@ -104,9 +104,7 @@ class Toolbox:
 
 
 def choose_format(
-    chat_template: str | None,
-    name: str = "auto",
-    field: str = "environment.tool_format",
+    chat_template: str | None, name: str = "auto", field: str = "environment.tool_format"
 ) -> ToolFormat:
     """The form of tool calls of a model.
 
@@ -246,8 +244,5 @@ _FORMATS = {
         _hermes_calls,
     ),
     "llama3": ('{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}', _llama_calls),
-    "json": (
-        '```json\n{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}\n```',
-        _block_calls,
-    ),
+    "json": ('```json\n{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}\n```', _block_calls),
 }

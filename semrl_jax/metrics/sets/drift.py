@@ -22,9 +22,7 @@ class Drift(NamedTuple):
 
 @jax.jit
 def drift(
-    policy: Float[AnyArray, "T D"],
-    reference: Float[AnyArray, "T D"],
-    mask: Bool[AnyArray, " T"],
+    policy: Float[AnyArray, "T D"], reference: Float[AnyArray, "T D"], mask: Bool[AnyArray, " T"]
 ) -> Drift:
     """Compares the states of two models with one basis at the same tokens.
 

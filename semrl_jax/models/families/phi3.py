@@ -28,9 +28,6 @@ FAMILY = Family(
     "Phi3ForCausalLM",
     needs_kv_heads=False,
     sliding_window="all",
-    fused={
-        "self_attn.qkv_proj": ("query", "key", "value"),
-        "mlp.gate_up_proj": ("gate", "up"),
-    },
+    fused={"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("gate", "up")},
     from_hf=from_hf,
 )

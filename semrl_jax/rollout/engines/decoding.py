@@ -227,11 +227,7 @@ def count_prompts(
 @compiled_once
 @functools.partial(jax.jit, static_argnames="policy")
 def prompt_logprobs(
-    params: Params,
-    states: Float[Array, "N P 1 D"],
-    token_ids: Int[Array, "N P"],
-    *,
-    policy: Policy,
+    params: Params, states: Float[Array, "N P 1 D"], token_ids: Int[Array, "N P"], *, policy: Policy
 ) -> Float[Array, "N P"]:
     """The log-probability of each token of a prompt after those before it; 0 of the first column.
 

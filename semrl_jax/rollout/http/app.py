@@ -339,12 +339,7 @@ class _Answer:
 
 
 def make_app(
-    service: RolloutService,
-    texts: Texts,
-    *,
-    token: str,
-    model: str,
-    stall_timeout_s: float,
+    service: RolloutService, texts: Texts, *, token: str, model: str, stall_timeout_s: float
 ) -> ASGIApp:
     """The application of a server of HTTP.
 
@@ -353,8 +348,7 @@ def make_app(
       stall_timeout_s: a client that reads nothing for this long loses its connection.
     """
     app = Starlette(
-        routes=Api(service, texts, model).routes(),
-        exception_handlers={HTTPException: _http_error},
+        routes=Api(service, texts, model).routes(), exception_handlers={HTTPException: _http_error}
     )
     return guarded(
         app,

@@ -20,12 +20,7 @@ from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.server.request_checks import Guard
 from semrl_jax.rollout.server.service import RolloutService
 from semrl_jax.rollout.wire import codec
-from semrl_jax.rollout.wire.auth import (
-    TokenInterceptor,
-    check_key,
-    read_certificates,
-    read_file,
-)
+from semrl_jax.rollout.wire.auth import TokenInterceptor, check_key, read_certificates, read_file
 from semrl_jax.support.addresses import is_loopback
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import WeightVersion

@@ -48,9 +48,7 @@ class Mismatch(Probe):
 
 
 def logprob_mismatch(
-    rollouts: Sequence[Rollout],
-    old_logprobs: Float[np.ndarray, "B T"],
-    sampling: SamplingParams,
+    rollouts: Sequence[Rollout], old_logprobs: Float[np.ndarray, "B T"], sampling: SamplingParams
 ) -> dict[str, float]:
     """Absolute difference of the log-probabilities of engine and training model, in nats.
 

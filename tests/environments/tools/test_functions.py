@@ -252,16 +252,8 @@ def add(a: int, b: int = 0) -> int:
     ("request_", "text", "error"),
     [
         (Call("add", {"a": 1}), "1", ""),
-        (
-            Call("sub", {}),
-            'error: there is no tool "sub"; tools: add, nothing',
-            "unknown_tool",
-        ),
-        (
-            Call("add", {}),
-            "error: add: argument 'a' is missing; it takes a, b",
-            "arguments",
-        ),
+        (Call("sub", {}), 'error: there is no tool "sub"; tools: add, nothing', "unknown_tool"),
+        (Call("add", {}), "error: add: argument 'a' is missing; it takes a, b", "arguments"),
         (
             Call("add", {"a": 1, "c\n": 2}),
             'error: add: unknown argument "c\\n"; it takes a, b',

@@ -19,13 +19,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
 from tests.cases import raised
 from tests.rollout.client.test_client import sync
-from tests.rollout.conftest import (
-    FAKE,
-    TOKEN,
-    assert_sampled,
-    make_arrays,
-    make_requests,
-)
+from tests.rollout.conftest import FAKE, TOKEN, assert_sampled, make_arrays, make_requests
 from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FAKE_SPECS, FakeScript
 from tests.running import wait_until

@@ -20,12 +20,7 @@ from semrl_jax.sampling.requests import groups_per_call
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import SamplingParams
 from tests.rollout.client.test_client import sync
-from tests.rollout.conftest import (
-    assert_complete,
-    assert_sampled,
-    make_arrays,
-    make_requests,
-)
+from tests.rollout.conftest import assert_complete, assert_sampled, make_arrays, make_requests
 from tests.rollout.fake_engine import FakeEngine, FakeScript
 from tests.running import wait_until
 from tests.sampling.parts import made

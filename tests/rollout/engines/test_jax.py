@@ -26,12 +26,7 @@ from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import (
-    HiddenStateParams,
-    SampleRequest,
-    SamplingParams,
-    WeightVersion,
-)
+from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion
 from tests.oracles import metrics as oracle
 from tests.rollout.caller import Caller
 from tests.rollout.embedded import EmbeddedReplica

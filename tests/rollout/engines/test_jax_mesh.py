@@ -288,12 +288,7 @@ def test_slots_are_written_in_place_and_stay_where_they_are():
     ).compile()  # fmt: skip
     assert prefill.memory_analysis().alias_size_in_bytes == own
     resize = decoding.resize_slots.lower(
-        slots,
-        np.zeros(8, np.int32),
-        np.zeros(8, np.int32),
-        np.int32(0),
-        columns=64,
-        mesh=mesh,
+        slots, np.zeros(8, np.int32), np.zeros(8, np.int32), np.int32(0), columns=64, mesh=mesh
     ).compile()
     assert not list(collectives(resize))
     specs = {sharding.spec for sharding in jax.tree.leaves(resize.output_shardings)}

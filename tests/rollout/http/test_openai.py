@@ -11,12 +11,7 @@ import pytest
 
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.http.texts import Texts
-from semrl_jax.types import (
-    HiddenStateParams,
-    MetricParams,
-    SampleRequest,
-    SamplingParams,
-)
+from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
 from tests.rollout.conftest import TOKEN
 from tests.rollout.http.conftest import MODEL
 
@@ -239,14 +234,8 @@ def test_models_and_a_wrong_name(served):
         ({"top_p": 0}, "top_p=0"),
         ({"max_tokens": 49}, r"max_tokens=49 must be in \[1, 48\]"),
         ({"n": 0}, "n=0"),
-        (
-            {"presence_penalty": 2.5},
-            "presence_penalty=2.5: Input should be less",
-        ),
-        (
-            {"extra_body": {"repetition_penalty": 0}},
-            "repetition_penalty=0: Input should be",
-        ),
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5: Input should be less"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty=0: Input should be"),
         ({"extra_body": {"min_tokens": 9}, "max_tokens": 8}, r"min_tokens=9 must be in \[0, 8\]"),
         ({"extra_body": {"min_tokens": 9}, "stop": "x"}, "stop strings are texts; leave"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),

@@ -51,10 +51,7 @@ def make_certificate(folder):
         "-keyout", folder / "key.pem", "-out", folder / "certificate.pem",
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
-    return {
-        "tls_certificate": str(folder / "certificate.pem"),
-        "tls_key": str(folder / "key.pem"),
-    }
+    return {"tls_certificate": str(folder / "certificate.pem"), "tls_key": str(folder / "key.pem")}
 
 
 @pytest.fixture(scope="module")
