@@ -38,6 +38,7 @@ HERE = pathlib.Path(__file__).parents[2]
 DOCS = HERE / "docs"
 DIGITS = "0123456789abcdefghijklmnopqrstuvw"  # the number of correct responses to a problem
 BONUS = "shaping/bonus_to_advantage/mean"
+SAMPLED = "rollout/num_sampled_tokens"
 NUM_DRAWS = 10_000
 START = "start"  # the name of the model that all variants start from
 
@@ -148,7 +149,8 @@ def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
     return {
         "correct": "".join(DIGITS[c] for c in np.bincount(problem, correct).astype(int).tolist()),
         "greedy": {row["step"]: row[accuracy] for row in rows if accuracy in row},
-        "tokens": int(sum(row.get("response/num_tokens", 0) for row in rows)),
+        # With dynamic sampling, all tokens; else those of the responses.
+        "tokens": int(sum(row.get(SAMPLED, row.get("response/num_tokens", 0)) for row in rows)),
         "bonus": float(np.mean([row[BONUS] for row in rows if BONUS in row] or [0.0])),
     }
 
