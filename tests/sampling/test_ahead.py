@@ -8,7 +8,7 @@ import time
 import pytest
 
 from semrl_jax.models import tensor_specs
-from semrl_jax.sampling import ahead, opening, replicas
+from semrl_jax.sampling import ahead, choosing_source, replicas
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Sample
@@ -33,14 +33,14 @@ def config():
 
 def test_memory_that_the_queue_needs_is_compared_with_what_is_free(config, monkeypatch):
     copy = sum(spec.num_bytes for spec in tensor_specs(ARCHITECTURE, config.model.compute_dtype))
-    needed = 5 * copy + 2 * 16 * config.rollout.max_response_tokens * opening.TOKEN_BYTES
-    monkeypatch.setattr(opening, "available_bytes", lambda: needed)
-    opening.check_memory(config, ARCHITECTURE)
-    monkeypatch.setattr(opening, "available_bytes", lambda: needed - 1)
+    needed = 5 * copy + 2 * 16 * config.rollout.max_response_tokens * choosing_source.TOKEN_BYTES
+    monkeypatch.setattr(choosing_source, "available_bytes", lambda: needed)
+    choosing_source.check_memory(config, ARCHITECTURE)
+    monkeypatch.setattr(choosing_source, "available_bytes", lambda: needed - 1)
     with pytest.raises(UserError, match=r"max_staleness=2 keeps .* GiB .*5 copies .*2 batches"):
-        opening.check_memory(config, ARCHITECTURE)
+        choosing_source.check_memory(config, ARCHITECTURE)
     config.rollout.max_staleness = 0
-    opening.check_memory(config, ARCHITECTURE)
+    choosing_source.check_memory(config, ARCHITECTURE)
 
 
 def test_a_correction_needs_the_log_probabilities_of_the_engine(config):

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from semrl_jax.sampling.openings import COLUMN, Opening
 
 from semrl_jax import data, models
 from semrl_jax.jobs import evaluate
 from semrl_jax.runs import train
+from semrl_jax.sampling.environment_tasks import COLUMN, Opening
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import reward_texts
