@@ -135,7 +135,8 @@ def test_trackio_offline(tmp_path):
     assert [(step, row["reward/mean"]) for step, row in logged if "reward/mean" in row] == [
         (0, 0.0), (1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0), (4, 4.0)
     ]  # fmt: skip
-    assert logged[-1] == (4, {"final/reward/mean": 4.0})
+    final = {"reward/mean": 4.0, "eval/a/pass@1": 0.5, "eval/a/pass@1/gain": 0.25}
+    assert logged[-1] == (4, {f"final/{name}": value for name, value in final.items()})
 
 
 @pytest.mark.slow
