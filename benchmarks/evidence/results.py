@@ -149,7 +149,7 @@ def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
     return {
         "correct": "".join(DIGITS[c] for c in np.bincount(problem, correct).astype(int).tolist()),
         "greedy": {row["step"]: row[accuracy] for row in rows if accuracy in row},
-        # With dynamic sampling, all tokens; else those of the responses.
+        # Dynamic sampling drops responses, which count too.
         "tokens": int(sum(row.get(SAMPLED, row.get("response/num_tokens", 0)) for row in rows)),
         "bonus": float(np.mean([row[BONUS] for row in rows if BONUS in row] or [0.0])),
     }
