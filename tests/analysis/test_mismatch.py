@@ -137,7 +137,7 @@ def updated(kernel):
     return faults.moved(kernel, 1, 0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("changes", "layer", "kind", "what"),
     [
@@ -157,7 +157,7 @@ def test_changes_of_fused_tensors_heads_and_scales_are_found(changes, layer, kin
     assert (finding.kind, finding.what, finding.layers) == (kind, what, layers)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_causes_in_one_layer_are_both_named():
     config, params = faults.model("llama", 3)
     other = dataclasses.replace(config, rope_theta=1e4)

@@ -258,6 +258,7 @@ def test_the_command_tells_and_writes_a_page(run, tmp_path, capsys):
     assert "before it is equal to the bit" in text
 
 
+@pytest.mark.soak
 def test_a_change_begins_at_its_step_without_a_checkpoint_of_it(run, tmp_path, capsys):
     few = shutil.copytree(run, tmp_path / "few")
     for step in (2, 3, 4):
@@ -281,6 +282,7 @@ def test_a_change_begins_at_its_step_without_a_checkpoint_of_it(run, tmp_path, c
     assert "step 1, advantages" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_steps_of_a_resumed_run_have_the_settings_of_their_attempt(tmp_path, capsys):
     """Also those of a longer run, and those before and after a fork."""
     run, page = tmp_path / "run", tmp_path / "page.html"

@@ -109,6 +109,7 @@ def test_a_run_with_a_critic_resumes_to_the_bit(config, tmp_path, rewarded):
     assert saved["critic"]["params"]["value_head"]["bias"] > 0.03
 
 
+@pytest.mark.soak
 def test_engine_and_policy_are_compared_in_the_warm_up_of_a_critic(config, tmp_path, rewarded):
     """No update computes the policy's log-probabilities there; afterwards the only one does."""
     config.training.num_steps = 2

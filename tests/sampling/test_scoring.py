@@ -282,10 +282,10 @@ def test_other_responses_in_a_call_change_no_bit():
             measurer.flush()
             found.append({i: future.result() for i, future in futures.items()})
     for measured in found[1:]:
-        for i, (metrics, mean, ranks) in measured.items():
-            assert metrics == found[0][i].metrics
-            np.testing.assert_array_equal(mean, found[0][i].mean_states)
-            np.testing.assert_array_equal(ranks, found[0][i].effective_ranks)
+        for i, own in measured.items():
+            assert own.metrics == found[0][i].metrics
+            np.testing.assert_array_equal(own.mean_states, found[0][i].mean_states)
+            np.testing.assert_array_equal(own.effective_ranks, found[0][i].effective_ranks)
 
 
 @pytest.mark.slow

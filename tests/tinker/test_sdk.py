@@ -141,9 +141,7 @@ def test_it_trains_samples_saves_and_resumes(served, model_directory):
     assert "ppo takes target_tokens, logprobs, advantages" in found["refusal"]
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(4, 16), pytest.param(10, 40, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("kills", "steps"), [(2, 8), pytest.param(10, 40, marks=pytest.mark.soak)])
 def test_its_retries_outlive_killed_servers(own_server, model_directory, kills, steps):
     expected = json.loads(python(["-c", TRAINS, steps, 0], own_server, model_directory))
 
@@ -199,6 +197,7 @@ def test_the_arithmetic_recipe(served, model_directory, tmp_path):
     assert all(abs(step["optim/kl_sample_train_v1"]) < 1e-4 for step in steps)
 
 
+@pytest.mark.soak
 def test_the_recipe_of_several_turns(served, model_directory, tmp_path):
     python(
         ["-m", "tinker_cookbook.recipes.multiplayer_rl.guess_number.train", f"model_name={NAME}",

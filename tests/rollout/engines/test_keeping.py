@@ -203,7 +203,7 @@ def test_only_what_still_holds_is_continued(policy, params, prefilled):
     assert_raw_logprobs(policy, halved, rollouts)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_several_replicas_repeat_their_turns(policy, params):
     """Groups may change their replica between turns, always in the same calls."""
     found = []
