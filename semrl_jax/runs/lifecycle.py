@@ -31,6 +31,7 @@ from semrl_jax.runs.workdir import open_workdir, open_workdir_together
 from semrl_jax.sampling.selecting import TooFewGroups
 from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.support import compilation
+from semrl_jax.support.clock import Clock
 from semrl_jax.support.console import Reporter, short_path
 from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training.loop import StepResult, run_steps
@@ -250,6 +251,8 @@ def _train(
     if run.answers is not None:
         run.answers.end()
     if dtype := config.training.export:
+        if config.rollout.in_turns:  # the export brings all parameters to the devices
+            opened.evaluator.sampler.release_weights(Clock())
         learner, start = opened.learner, opened.start
         architecture = learner.policy.config
         save_trained(run, state.params, learner.base, architecture, start, learner.peers, dtype)

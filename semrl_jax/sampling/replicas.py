@@ -25,7 +25,7 @@ from semrl_jax.support.addresses import split_address
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import check_regular
-from semrl_jax.types import ReplicaDescription, SamplingParams, distribution_of
+from semrl_jax.types import ReplicaDescription
 
 FIELD = "rollout.addresses_file"
 MAX_BYTES = 1 << 20  # of the file
@@ -195,12 +195,6 @@ def _check_limits(
     if config.evaluation.metrics:
         name, way_out = "evaluation.metric_options", "set evaluation.metrics=False"
         _check_measured(replica, name, config.evaluation.metric_options, way_out)
-    version = replica.protocol_major, replica.protocol_minor
-    if config.rollout.in_turns and version < (2, 7):
-        raise UserError(
-            f"replica {replica.replica_id} cannot sleep during updates; start a replica of this "
-            "release, or set rollout.in_turns=False."
-        )
     level = importance_options(config)["level"]
     if level != "none" and "sampling" not in replica.logprob_kinds:
         raise UserError(
@@ -209,13 +203,6 @@ def _check_limits(
             "or set level and level_ahead to 'none'."
         )
     for section in ("rollout", "evaluation"):
-        options = SamplingParams(1, **distribution_of(config[section]))
-        is_new = options.has_penalties or options.min_tokens
-        if is_new and version < (2, 5):
-            raise UserError(
-                f"replica {replica.replica_id} would ignore the penalties and min_tokens of "
-                f"config.{section}; start a replica of this release, or leave them out."
-            )
         if config[section].stop_strings and "stop_strings" not in replica.sampling_kinds:
             raise UserError(
                 f"replica {replica.replica_id} ({replica.engine} engine) lacks the kind of "

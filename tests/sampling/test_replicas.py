@@ -39,30 +39,6 @@ def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     refused("has 'curvature'; start the replica with this", replicas._check_limits, partly, config)
 
 
-def test_a_replica_that_would_ignore_penalties_is_refused(config):
-    replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
-    new = dataclasses.replace(replica, protocol_major=2, protocol_minor=5)
-    for field in ("rollout.presence_penalty", "evaluation.min_tokens"):
-        own = config.copy_and_resolve_references()
-        own.update_from_flattened_dict({field: 1})
-        replicas._check_limits(new, own)
-        old = dataclasses.replace(new, protocol_minor=4)
-        replicas._check_limits(old, config)
-        refused(f"min_tokens of config.{field.partition('.')[0]}", replicas._check_limits, old, own)
-
-
-def test_a_replica_that_cannot_sleep_is_refused(config):
-    replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
-    old, new = (
-        dataclasses.replace(replica, protocol_major=2, protocol_minor=minor) for minor in (6, 7)
-    )
-    replicas._check_limits(old, config)
-    config.rollout.in_turns = True
-    replicas._check_limits(new, config)
-    with pytest.raises(UserError, match=r"cannot sleep during updates; .* rollout\.in_turns=False"):
-        replicas._check_limits(old, config)
-
-
 @pytest.mark.parametrize("setting", ["rollout.stop_strings", "evaluation.stop_strings"])
 def test_a_replica_that_lacks_stop_strings_is_refused_before_training(config, setting):
     config.update_from_flattened_dict({setting: ("user",)})

@@ -137,6 +137,8 @@ class RolloutService:
         Returns why the engine freed nothing, or "".
         """
         self._check_run(run_id, "does not sleep for")
+        if self._commit_task is not None:  # of a trainer that was killed, perhaps
+            await asyncio.wait([self._commit_task])
         if self._updating:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "a weight update is running.")
         self._updating = True

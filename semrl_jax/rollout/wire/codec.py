@@ -38,8 +38,8 @@ from semrl_jax.types import (
     manifest_digest,
 )
 
-PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 7
+PROTOCOL_MAJOR = 3
+PROTOCOL_MINOR = 0
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change

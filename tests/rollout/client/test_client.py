@@ -50,7 +50,7 @@ def test_connect_returns_descriptions(world):
     client = world.client(*replicas, connect=False)
     first, second = client.connect(**FAKE)
     assert first.engine == second.engine == "fake"
-    assert (first.protocol_major, first.protocol_minor) == (2, 7)
+    assert (first.protocol_major, first.protocol_minor) == (3, 0)
     assert first.replica_id != second.replica_id
     assert first.version is None
     assert client.lines == []
@@ -99,7 +99,7 @@ def test_other_protocol_is_refused(world, monkeypatch):
     monkeypatch.setattr(
         codec, "encode_description", lambda d: original(dataclasses.replace(d, protocol_major=1))
     )
-    refused("protocol_major=1, the trainer 2", client.connect, **FAKE)
+    refused("protocol_major=1, the trainer 3", client.connect, **FAKE)
 
 
 def test_missing_tokenizer_hash_is_not_compared(world):
