@@ -41,7 +41,6 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size("quickstart", 0.45e6, 128, 52, 4),
     Size("SmolLM2-135M", 135e6, 576, 64, 4),
     Size("SmolLM2-135M", 135e6, 576, 512, 40),
     Size("Qwen2.5-1.5B", 1.5e9, 1536, 1024, 40),
@@ -99,7 +98,7 @@ def section(record: dict) -> str:
         step = 8 * row["num_parameters"] * row["num_tokens"]  # FLOP
         own, spread = row["metrics_s"], row["metrics_s"] / CORES
         here, there = own * record["flop_per_s"] / step, spread * ACCELERATOR_RATE / step
-        cells = row["model"], row["num_tokens"], row["stride"], f"{1e3 * own:.2g}"
+        cells = row["model"], row["num_tokens"], row["stride"], f"{1e3 * own:,.1f}"
         of_accelerator = f"{there:.0%}" if row["num_parameters"] > 1e9 else ""  # others are toys
         lines.append("| " + " | ".join(map(str, cells)) + f" | {here:.1%} | {of_accelerator} |")
     lines += ["", f"Measured on {record['machine']}, {record['flop_per_s'] / 1e9:.0f} GFLOP/s."]
