@@ -247,8 +247,18 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
     figure = Figure(figsize=(11, 1.6 + 0.28 * len(others)), layout="constrained")
     axes = figure.subplots(1, 3, width_ratios=(3, 3, 4))
     for place, k in zip(axes, (1, n)):
-        for row, name in enumerate(others):
-            gain = Gain.of(outcomes[name], outcomes[base], passed(k, n))
+        score = passed(k, n)
+        gains = {name: Gain.of(outcomes[name], outcomes[base], score) for name in others}
+        *usual, widest = sorted(max(-gain.low, gain.high) for gain in gains.values())
+        reach = 1.1 * (usual[-1] if usual and widest > 3 * usual[-1] > 0 else widest)
+        if reach:
+            place.set_xlim(-reach, reach)
+        for row, (name, gain) in enumerate(gains.items()):
+            if abs(gain.mean) > reach:  # a single one would make all others look like zero
+                side = "right" if gain.mean > 0 else "left"
+                where = {"x": np.sign(gain.mean) * reach, "ha": side, "va": "center"}
+                place.text(y=row, s=f" {gain.mean:+.0f} ", fontsize=8, **where)
+                continue
             colour = "#1f5fa8" if name.startswith("verl") else "#5f6b76"
             place.plot([gain.low, gain.high], [row, row], color=colour, lw=1.6)
             place.plot(gain.mean, row, "o", color=colour, ms=4)
