@@ -140,8 +140,8 @@ LEFT_OUT = """## Left out
 | CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
 | SvS, MAE, SSP, SSRL | the policy writes its problems; here they are given |
 | ROVER | the values of all next tokens, with a softmax of its own in the sampler |
-| RLPR, LaSeR | log-probabilities of tokens that were not sampled: of the reference answer, of a fixed token |
-| smooth standardisation of DCPO | rewards of a prompt at earlier steps; an estimator sees one step |
+| RLPR, LaSeR | log-probabilities of tokens that were not sampled |
+| smooth standardisation of DCPO | rewards of earlier steps; an estimator sees one step |
 | SDPO and its like | a teacher with another prompt than the policy's |
 | APRIL, arrol | responses that are begun and given up; here all are completed |
 | NExt, merging of models | changes of saved weights, after training |

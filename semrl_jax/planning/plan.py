@@ -152,12 +152,13 @@ def peak_bytes(
     for own in sizes.values():
         kept |= {kind: size for kind, size in own.items() if kind in stays}
 
-    def beside(name: str) -> float | int:
-        is_alone = name == "decode" and rollout["in_turns"]
-        found = {kind: kept.get(kind, 0) for kind in ("parameters", "base")} if is_alone else kept
-        return sum(size for kind, size in found.items() if kind not in sizes[name])
+    def held_meanwhile(name: str) -> float | int:
+        """Bytes on the device that the program does not use."""
+        takes_turn = name == "decode" and rollout["in_turns"]
+        kinds = ("parameters", "base") if takes_turn else tuple(kept)
+        return sum(kept.get(kind, 0) for kind in kinds if kind not in sizes[name])
 
-    return max(own["total"] + beside(name) for name, own in sizes.items())
+    return max(own["total"] + held_meanwhile(name) for name, own in sizes.items())
 
 
 def _read(compiled: Compiled, programs: Programs) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.models.pinned import PINNED
 from semrl_jax.rollout.building import jax_engine
-from semrl_jax.runs import train
+from semrl_jax.runs import lifecycle, train
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.source import Now
 from semrl_jax.training import loop
@@ -31,6 +31,7 @@ def in_turns(address=""):
     config = tiny_config()
     config.training.num_steps = 2
     config.rollout.in_turns = True
+    config.training.export = "float32"
     if address:
         config.rollout.addresses = (address,)
     return config
@@ -84,7 +85,15 @@ def test_a_run_in_turns_is_the_same_run(tmp_path, monkeypatch):
         killed = subprocess.run([*command, str(tmp_path / "killed")], capture_output=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert len(read_rows(tmp_path / "killed")) == 1 and engine._params is None
+        save, weights = lifecycle.save_trained, []
+
+        def save_trained(*given):
+            weights.append(engine._params)
+            save(*given)
+
+        monkeypatch.setattr(lifecycle, "save_trained", save_trained)
         assert train(in_turns(replica.address), str(tmp_path / "killed")) == 0
+        assert weights == [None]  # the export brings all parameters to the devices
     expected = numbers(tmp_path / "straight")
     for name in ("turns", "killed"):
         rows, state = numbers(tmp_path / name)

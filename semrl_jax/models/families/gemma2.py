@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from semrl_jax.models.families import Family, Fields
-from semrl_jax.models.families.gemma3_text import LOCAL, WHOLE, whole_number
+from semrl_jax.models.families import Fields
+from semrl_jax.models.families.gemma3_text import FAMILY as GEMMA3
+from semrl_jax.models.families.gemma3_text import LOCAL, WHOLE, renamed, whole_number
 from semrl_jax.support.errors import UserError
 
 # What transformers gives absent fields.
@@ -33,16 +35,6 @@ def from_hf(hf: Fields) -> dict[str, Any]:
     return fields | {"use_sliding_window": True}
 
 
-def to_hf(fields: Fields) -> dict[str, Any]:
-    """The inverse."""
-    hf = dict(fields)
-    hf["query_pre_attn_scalar"] = int(hf["query_pre_attn_scalar"])  # transformers refuses a float
-    hf["hidden_activation"] = hf.pop("hidden_act")
-    for name in ("use_sliding_window", "max_window_layers"):
-        hf.pop(name, None)
-    return hf
-
-
 def of_random(sizes: Fields) -> dict[str, Any]:
     return {
         "sliding_window": 32,
@@ -53,23 +45,13 @@ def of_random(sizes: Fields) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    head_dim=256,
-    must_be_false=("attention_bias", "use_bidirectional_attention"),
-    sliding_window="some",
-    activation="gelu_pytorch_tanh",
-    offset_norms=True,
-    post_norms=True,
-    scaled_embedding=True,
+FAMILY = dataclasses.replace(
+    GEMMA3,
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    query_key_norm=False,
     options=("query_pre_attn_scalar", "final_logit_softcap", "attention_logit_softcap"),
-    tensor_names={
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    },
     from_hf=from_hf,
-    to_hf=to_hf,
+    to_hf=renamed,
     of_random=of_random,
 )

@@ -82,11 +82,15 @@ def to_hf(fields: Fields) -> dict[str, Any]:
         WHOLE: hf["rope_parameters"],
         LOCAL: {"rope_type": "default", "rope_theta": hf["rope_local_base_freq"]},
     }
-    hf["query_pre_attn_scalar"] = int(hf["query_pre_attn_scalar"])  # transformers refuses a float
-    hf["hidden_activation"] = hf.pop("hidden_act")
-    for name in ("use_sliding_window", "max_window_layers", "sliding_window_pattern"):
-        hf.pop(name, None)
-    return hf
+    return renamed(hf)
+
+
+def renamed(fields: Fields) -> dict[str, Any]:
+    """Fields by their names in transformers, as Gemma 2 has them too."""
+    ours = "hidden_act", "use_sliding_window", "max_window_layers", "sliding_window_pattern"
+    hf = {name: value for name, value in fields.items() if name not in ours}
+    scalar = int(fields["query_pre_attn_scalar"])  # transformers refuses a float
+    return hf | {"query_pre_attn_scalar": scalar, "hidden_activation": fields["hidden_act"]}
 
 
 def of_random(sizes: Fields) -> dict[str, Any]:

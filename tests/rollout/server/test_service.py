@@ -405,6 +405,15 @@ def test_commit_once_begun_is_completed_for_a_caller_that_left(world):
     assert sync(stub, options, step=1).step == 1
 
 
+def test_sleep_waits_for_a_commit_whose_caller_left(world):
+    replica = world.replica(FakeScript(commit_delay_s=0.3))
+    stub, options = world.stub(replica)
+    refusal(stub.UpdateWeights, iter(update_messages()), **options | {"timeout": 0.15})
+    stub.Sleep(pb.SleepRequest(run_id="run"), **options)
+    assert replica.engine.num_sleeps == 1
+    assert not stub.Describe(pb.DescribeRequest(), **options).HasField("version")
+
+
 def test_slow_reader_holds_the_engine_back(world):
     replica, stub, options, version = synced(world, hidden_size=65_536)
     requests = [dataclasses.replace(r, seed=63) for r in make_requests(32, 1)]  # 8 MB each
