@@ -2,8 +2,9 @@
 
     python -m benchmarks.evidence.selection prompts --output=DIR     # DIR/gym.jsonl
     python -m launch.generate --policy=MODEL --prompts=DIR/gym.jsonl --n=8 --logprobs \
-        --hidden_states=-1 --verifier=reasoning_gym --template=... --output=DIR/NAME
-    python -m benchmarks.evidence.selection measure --output=DIR --policy=MODEL --names NAME ...
+        --hidden_states=-1,15,7 --verifier=reasoning_gym --template=... --output=DIR/NAME
+    python -m benchmarks.evidence.selection measure --output=DIR --policy=MODEL --layers 15 7 \
+        --names NAME ...
 
 A directory of `launch.generate` is one population of responses for each benchmark in it. The last
 command writes benchmarks/results/evidence_selection.json and the tables of the page.
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float
+from matplotlib.figure import Figure
 
 from benchmarks import machine
 from benchmarks.evidence import results
@@ -32,8 +34,9 @@ from semrl_jax.data import procedural
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.generated_files import RESPONSES
 from semrl_jax.evaluation.protocols import PerProblem
+from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.safe_files import read_json_object, write_json
+from semrl_jax.support.safe_files import read_json_object, replacing, write_json
 
 FILE = results.HERE / "benchmarks" / "results" / "evidence_selection.json"
 ENTRIES = (
@@ -54,6 +57,16 @@ MEASURES = {
     "entropy": "token_entropy", "length": "length", "repetition": "repetition",
 }  # fmt: skip
 LOW = ("entropy", "length", "repetition")
+DRAWN = {
+    "ER": ("#1f5fa8", "o"), "ERV": ("#6fa3d8", "o"), "ERA": ("#d1662a", "o"),
+    "log-probability": ("#5f6b76", "s"), "length": ("#b0b7be", "s"),
+    "majority": ("#2e7d4f", "^"), "linear probe": ("#8a4fa3", "^"),
+}  # fmt: skip
+CORRELATIONS = [
+    "ER, ERV, equal length", "ER, ERA, equal length", "ER, length, all", "ERV, length, all",
+    "ERA, length, all", "ER, entropy, equal length", "ER, repetition, equal length",
+    "ER, correct, equal length", "ERV, correct, equal length", "ERA, correct, equal length",
+]  # fmt: skip
 NUM_FOLDS = 5
 
 
@@ -66,12 +79,14 @@ def prompts(directory: pathlib.Path, entries: Sequence[str], count: int) -> None
             file.write(json.dumps(fields | json.loads(row.columns)) + "\n")
 
 
-def populations(directory: pathlib.Path, policy: str | None) -> dict[str, dict[str, np.ndarray]]:
+def populations(
+    directory: pathlib.Path, policy: str | None, layer: int
+) -> dict[str, dict[str, np.ndarray]]:
     """The responses of a directory by benchmark: a table of measures, answers and features."""
     columns = ["group_id", "sample_index", "benchmark", "extracted"]
     rows = pq.read_table(directory / RESPONSES, columns=columns).to_pylist()
     of_row = {(row["group_id"], row["sample_index"]): row for row in rows}
-    responses = list(of_generated(directory, policy)[0])
+    responses = list(of_generated(directory, policy, layer)[0])
     found = {}
     for name in dict.fromkeys(row["benchmark"] for row in rows):
         own = [r for r in responses if of_row[r.group_id, r.sample_index]["benchmark"] == name]
@@ -213,53 +228,100 @@ def correlated(table: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
     return pairs
 
 
+def layer_name(layer: int) -> str:
+    return "final" if layer == FINAL_LAYER else f"input of layer {layer}"
+
+
+def draw(found: Mapping[str, Any]) -> Figure:
+    """The points that a choice gains, and the share of pairs in which it is right."""
+    found = {name: each for name, each in found.items() if each["select"]}
+    figure = Figure(figsize=(11, 1.2 + 0.42 * len(found)), layout="constrained")
+    for place, (key, unit, base, title) in zip(
+        figure.subplots(1, 2, sharey=True),
+        (
+            ("select", 100, 0.0, "Points gained over a random choice"),
+            ("above", 1, 0.5, "Share of pairs of equal length with the correct one above"),
+        ),
+    ):
+        for number, (name, (colour, marker)) in enumerate(DRAWN.items()):
+            rows = np.arange(len(found)) + (number - (len(DRAWN) - 1) / 2) / (len(DRAWN) + 1)
+            mean, low, high = unit * np.array([each[key][name] for each in found.values()]).T
+            place.hlines(rows, low, high, color=colour, lw=1.2)
+            place.plot(mean, rows, marker, color=colour, ms=4, label=name)
+        place.axvline(base, color="black", lw=0.8)
+        place.set_title(title, loc="left", fontsize=10)
+        place.set_yticks(range(len(found)), list(found), fontsize=8)
+        place.set_ylim(len(found) - 0.5, -0.5)
+        place.grid(axis="x", alpha=0.25)
+        place.spines[["top", "right"]].set_visible(False)
+    place.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def table(head: str, titles: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
+    lines = [f"| {head} | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    return [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()), ""]
+
+
+def points(three: Sequence[float]) -> str:
+    mean, low, high = (100 * x for x in three)
+    return f"{mean:+.0f} ({low:+.0f}, {high:+.0f})"
+
+
 def section(record: Mapping[str, Any]) -> str:
     """The tables of the page."""
     found: Mapping[str, Any] = record["populations"]
-    names = list(dict.fromkeys(name for each in found.values() for name in each["select"]))
+    with replacing(results.DOCS / "figures" / "evidence_selection.png") as out:
+        draw(found).savefig(out, format="png", dpi=110)
+    selected = {name: each for name, each in found.items() if each["select"]}
+    measures = list(dict.fromkeys(name for each in found.values() for name in each["select"]))
 
-    def rows(head: str, key: str, text) -> list[str]:
-        lines = [f"| {head} | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
-        for name in names:
-            cells = [text(each[key][name]) if name in each[key] else "" for each in found.values()]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        return lines
+    def r(each: Mapping[str, Any], name: str) -> str:
+        return f"{each['r'][name][0]:.2f}" if name in each["r"] else ""
 
-    def points(three: Sequence[float]) -> str:
-        mean, low, high = (100 * x for x in three)
-        return f"{mean:+.0f} ({low:+.0f}, {high:+.0f})"
-
-    def share(three: Sequence[float]) -> str:
-        return "{:.2f} ({:.2f}, {:.2f})".format(*three)
-
-    r_names = list(dict.fromkeys(name for each in found.values() for name in each["r"]))
-    of_population = {
-        "prompts, mixed ones": lambda each: f"{each['prompts']}, {each['mixed_prompts']}",
-        "mean length": lambda each: f"{each['length']:.0f}",
-        "correct, %": lambda each: f"{100 * each['random']:.0f}",
-        "one of 8 correct, %": lambda each: f"{100 * each['any']:.0f}",
-    }
-    lines = [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
-    for title, text in of_population.items():
-        lines.append(f"| {title} | {' | '.join(map(text, found.values()))} |")
-    lines += ["", "Points gained by choosing one of the responses, over a random one:", ""]
-    lines += rows("chosen by", "select", points)
-    lines += [
-        "",
-        "Share of pairs of nearly equal length in which the correct response is chosen:",
-        "",
-    ]
-    lines += rows("by", "above", share)
-    lines += ["", "Pearson's r; at equal length, the partial correlation:", ""]
-    lines += [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
-    for name in r_names:
-        cells = [
-            f"{each['r'][name][0]:.2f}" if name in each["r"] else "" for each in found.values()
+    titles = ["prompts", "with correct and wrong ones", "mean length"]
+    titles += ["correct", "one of 8 correct"]
+    rows = {
+        name: [
+            str(each["prompts"]), str(each["mixed_prompts"]), f"{each['length']:.0f}",
+            f"{each['random']:.1%}", f"{each['any']:.0%}",
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "Share of the variance that lies between prompts:", ""]
-    lines += rows("", "between_prompts", "{:.2f}".format)
-    return "\n".join([*lines, "", f"Measured on {record['machine']}."])
+        for name, each in found.items()
+    }  # fmt: skip
+    lines = table("responses", titles, rows)
+    lines += ["![Choices by each measure](figures/evidence_selection.png)", ""]
+    lines += ["Points gained by choosing one of the responses, over a random one:", ""]
+    rows = {
+        name: [points(each["select"][m]) if m in each["select"] else "" for m in measures]
+        for name, each in selected.items()
+    }
+    lines += table("chosen by", measures, rows)
+    lines += ["Pearson's r; at equal length, the partial correlation:", ""]
+    rows = {name: [r(each, label) for label in CORRELATIONS] for name, each in found.items()}
+    lines += table("", CORRELATIONS, rows)
+    lines += ["Share of the variance that lies between prompts:", ""]
+    names = [name for name in MEASURES if any(name in p["between_prompts"] for p in found.values())]
+    rows = {
+        name: [
+            f"{each['between_prompts'][m]:.2f}" if m in each["between_prompts"] else ""
+            for m in names
+        ]
+        for name, each in found.items()
+    }
+    lines += table("", names, rows)
+    lines += ["Other layers, where a prompt has correct and wrong responses:", ""]
+    titles = ["ER, ERV, equal length", "ER, length, all"]
+    chosen_by = ["ER", "ERV", "ERA", "linear probe"]
+    rows = {
+        f"{name}, {layer_name(int(layer))}": [
+            *(r(of_layer, label) for label in titles),
+            *(points(of_layer["select"][m]) for m in chosen_by),
+        ]
+        for name, each in selected.items()
+        for layer, of_layer in each.get("layers", {}).items()
+    }
+    lines += table("", [*titles, *(f"chosen by {name}" for name in chosen_by)], rows)
+    return "\n".join([*lines, f"Measured on {record['machine']}."])
 
 
 def main() -> None:
@@ -269,6 +331,7 @@ def main() -> None:
     parser.add_argument("work", choices=["prompts", "measure"])
     parser.add_argument("--output", type=pathlib.Path, required=True)
     parser.add_argument("--policy", help="of the responses, for entropies")
+    parser.add_argument("--layers", type=int, nargs="*", default=[], help="in addition: inputs")
     parser.add_argument("--names", nargs="*", default=[], help="directories in --output")
     given = parser.parse_args()
     try:
@@ -277,10 +340,14 @@ def main() -> None:
             return
         record = read_json_object(FILE) if FILE.is_file() else {"populations": {}}
         for name in given.names:
-            tables = populations(given.output / name, given.policy)
-            for benchmark, table in tables.items():
+            directory = given.output / name
+            tables = populations(directory, given.policy, FINAL_LAYER)
+            of_layers = {layer: populations(directory, None, layer) for layer in given.layers}
+            for benchmark, measured in tables.items():
                 title = f"{name}, {benchmark}" if len(tables) > 1 else name
-                record["populations"][title] = figures(table)
+                record["populations"][title] = figures(measured) | {
+                    "layers": {layer: figures(of[benchmark]) for layer, of in of_layers.items()}
+                }
         record["machine"] = machine.description()
         write_json(FILE, record)
         results.fill("selection", section(record))

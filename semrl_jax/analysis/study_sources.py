@@ -73,12 +73,12 @@ def responses_of_step(run: RunSteps, step: int, params: models.Params) -> Iterat
 
 
 def of_generated(
-    directory: pathlib.Path, policy: str | None
+    directory: pathlib.Path, policy: str | None, layer: int = FINAL_LAYER
 ) -> tuple[Iterator[StudiedResponse], str]:
-    """The responses of a directory of `launch.generate`, with their recorded states.
+    """The responses of a directory of `launch.generate`, with their recorded states of a layer.
 
-    Without a `policy`, entropies and confidences are unknown. UserError for other or damaged
-    states.
+    Without a `policy`, entropies and confidences are unknown; they need final states. UserError for
+    other or damaged states.
     """
     if not (directory / STATES_INDEX).is_file():
         raise UserError(
@@ -90,10 +90,10 @@ def of_generated(
         shards = dict(index["weight_map"])
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{directory / STATES_INDEX} is no index of launch.generate.") from None
-    if FINAL_LAYER not in layers or "decode" not in kinds:
+    if layer not in layers or "decode" not in kinds:
         raise UserError(
             f"{directory} has states of layers {layers}, {' and '.join(kinds)}; a study needs "
-            "those of the response tokens in the final layer: --hidden_states=-1 --states=decode."
+            f"those of the response tokens: --hidden_states={layer} --states=decode."
         )
     rows = sorted(read_responses(directory / RESPONSES, KEYS), key=lambda row: row["group_id"])
     model = load_policy(policy)
@@ -105,7 +105,7 @@ def of_generated(
                 shard = directory / pathlib.Path(shards[name]).name
                 check_regular(shard)
                 with safe_open(str(shard), framework="numpy") as tensors:
-                    states = tensors.get_tensor(name)[:, layers.index(FINAL_LAYER)]
+                    states = tensors.get_tensor(name)[:, layers.index(layer)]
             except Exception as error:  # a damaged file breaks the reader in any way
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 raise UserError(f"{directory}: {name} cannot be read: {text:.200}") from None
