@@ -271,8 +271,6 @@ def points(three: Sequence[float]) -> str:
 def section(record: Mapping[str, Any]) -> str:
     """The tables of the page."""
     found: Mapping[str, Any] = record["populations"]
-    with replacing(results.DOCS / "figures" / "evidence_selection.png") as out:
-        draw(found).savefig(out, format="png", dpi=110)
     selected = {name: each for name, each in found.items() if each["select"]}
     measures = list(dict.fromkeys(name for each in found.values() for name in each["select"]))
 
@@ -350,6 +348,8 @@ def main() -> None:
                 }
         record["machine"] = machine.description()
         write_json(FILE, record)
+        with replacing(results.DOCS / "figures" / "evidence_selection.png") as out:
+            draw(record["populations"]).savefig(out, format="png", dpi=110)
         results.fill("selection", section(record))
     except UserError as error:
         raise SystemExit(f"python -m benchmarks.evidence.selection: {error}") from None
