@@ -1,5 +1,6 @@
 """`Trainer`: a loop over steps, functions and rows of the program, ends and resumes."""
 
+import contextlib
 import importlib
 import json
 import operator
@@ -55,11 +56,13 @@ def locked():
     return reward
 
 
-@pytest.fixture
-def straight(trainer):
+@pytest.fixture(scope="module")
+def straight(chat_model, tmp_path_factory):
     """The rows of an undisturbed run."""
-    one = trainer("straight").train()
-    return stable(read_rows(one.workdir))
+    given = {"model": chat_model, "prompts": ROWS, "reward": digits, **SIZES}
+    one = semrl_jax.Trainer(tmp_path_factory.mktemp("straight"), config="grpo", **given)
+    with contextlib.closing(one):
+        return stable(read_rows(one.train().workdir))
 
 
 def test_a_loop_gives_every_step_with_its_responses(trainer):
