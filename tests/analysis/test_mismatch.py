@@ -56,6 +56,7 @@ def doubled(config, params, layer=2, name="up/kernel"):
     return faults.changed(params, {name: lambda x: 2 * x}, layer)
 
 
+@pytest.mark.slow
 def test_a_scaled_tensor_is_found_in_its_layer():
     config, params = faults.model("llama", 1)
     diagnosis = diagnose(config, params, given(config, doubled(config, params)))
@@ -66,7 +67,7 @@ def test_a_scaled_tensor_is_found_in_its_layer():
     assert [ratio > 5 for ratio in diagnosis.ratios] == [False] * 3 + [True] + [False] * 2
 
 
-@pytest.mark.parametrize("known", [(), (4,)])
+@pytest.mark.parametrize("known", [(), pytest.param((4,), marks=pytest.mark.slow)])
 def test_a_cause_is_found_without_inner_states(known):
     """From final states, or from log-probabilities alone."""
     config, params = faults.model("llama", 1)
@@ -108,6 +109,7 @@ def test_no_response_is_refused():
     refused("no response", Observation.of, [])
 
 
+@pytest.mark.slow
 def test_healthy_engines_are_not_blamed():
     for case in faults.healthy(0):
         assert faults.diagnosed(case.pair()).is_healthy, case.name

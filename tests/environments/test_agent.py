@@ -110,6 +110,7 @@ def test_a_program_asks_and_is_rewarded_by_its_last_line(played):
     assert (failed.turn.done, failed.turn.reward) == (True, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["again", "stream"])
 def test_further_questions_are_turns(played, first):
     _, (more, end) = played(0, first, "5")
@@ -118,6 +119,7 @@ def test_further_questions_are_turns(played, first):
     assert (end.turn.done, end.turn.reward) == (True, 0.5)
 
 
+@pytest.mark.slow
 def test_tools_of_the_program_are_called_in_the_policys_form(played):
     call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 5}}</tool_call>'
     prompt, (answer, end) = played(1, call, "8")
@@ -128,6 +130,7 @@ def test_tools_of_the_program_are_called_in_the_policys_form(played):
     assert end.turn.reward == 0.5
 
 
+@pytest.mark.slow
 def test_a_streamed_call_can_be_joined(played):
     call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 5}}</tool_call>'
     _, (_, end) = played(1, "call", call)
@@ -167,6 +170,7 @@ def test_many_first_questions_leave_nothing_open(tmp_path):
     wait_until(lambda: num_open() <= before + 3)  # both files, and a thread that ends
 
 
+@pytest.mark.slow
 def test_another_conversation_has_its_own_number(played):
     _, (other, end) = played(0, "other", "5")
     assert other.turn.messages == [{"role": "user", "content": "New."}]
@@ -248,6 +252,7 @@ def with_mark(mark):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "length", "reward", "error"),
     [

@@ -88,6 +88,7 @@ def test_a_loop_that_is_left_goes_on_where_it_was(trainer, straight):
     assert stable(read_rows(one.workdir)) == straight
 
 
+@pytest.mark.slow
 def test_an_error_in_the_loop_leaves_a_run_that_goes_on(trainer, straight):
     one = trainer()
     with pytest.raises(ZeroDivisionError) as held:  # the error holds the loop
@@ -122,6 +123,7 @@ def test_an_interrupt_during_a_step_saves_a_checkpoint(trainer, straight):
     assert stable(read_rows(one.workdir)) == straight
 
 
+@pytest.mark.slow
 def test_a_run_in_another_thread(trainer, straight):
     one = trainer()
     thread = threading.Thread(target=one.train)
@@ -167,6 +169,7 @@ def test_rows_of_other_libraries(trainer, package, make):
     assert written == [*ROWS[:-1], {"question": "1+1=", "answer": "-"}]
 
 
+@pytest.mark.slow
 def test_policy_and_evaluation_of_the_newest_checkpoint(trainer, tmp_path):
     one = trainer(problems=ROWS[:4]).train()
     ((response,),) = one.policy.generate("1+1=", max_tokens=4)
@@ -230,6 +233,7 @@ def test_the_first_lines_name_the_method(trainer, capsys):
     assert "method: grpo\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_questions_to_the_policy_get_the_template_of_the_run(trainer):
     one = trainer(data=SIZES["data"] | {"template": "Q {input} A"}, training={"num_steps": 1})
     one.train()

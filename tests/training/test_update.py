@@ -184,7 +184,7 @@ def whole_kl(params, reference, batch, policy, other):
     return jnp.sum(jnp.where(mask, kl, 0.0)) / mask.sum()
 
 
-@pytest.mark.parametrize("plan", ["packed", "rows"])
+@pytest.mark.parametrize("plan", slow_after(1, ["packed", "rows"]))
 def test_the_exact_kl_from_a_model_of_another_size(plan):
     """Its value and gradient, on a mesh too: of another width and a larger vocabulary."""
     # Two key heads and an even vocabulary, for a tensor axis: its parts of the two vocabularies

@@ -180,6 +180,7 @@ def test_calls_of_tools_have_the_index_by_which_a_stream_is_joined(served, strea
     assert [(call.function.name, call.index) for call in calls] == [("add", 0), ("add", 1)]
 
 
+@pytest.mark.slow
 def test_metrics_are_those_that_a_replica_measures(served):
     asked = {"metrics": ["effective_rank"], "metric_stride": 4}
     names = "effective_rank", "effective_rank_velocity", "effective_rank_acceleration"
