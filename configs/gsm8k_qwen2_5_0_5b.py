@@ -4,7 +4,7 @@
     python -m launch.prepare_data --dataset=gsm8k --split=test --output=data/benchmarks/gsm8k.jsonl
     python -m launch.train --config=configs/gsm8k_qwen2_5_0_5b.py --workdir=runs/gsm8k_0_5b
 
-Hardware: one GPU, estimated 29 GB. Not run yet: all figures of this project are from CPUs.
+Hardware: one GPU, estimated 17 GiB. The whole run has not been made yet.
 """
 
 from configs import default

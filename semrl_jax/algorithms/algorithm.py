@@ -24,7 +24,8 @@ With `Needs.state`, which is kept from step to step and in checkpoints, two more
 `returns` get the state before the step as one more argument, `state`:
 
 - `first_state(options)`: a dict of numbers or arrays. Scalars are logged as `algorithm/<name>`.
-- `next_state(state, rewards, passes, response_mask, options)`: after a step, of the same shapes.
+- `next_state(state, rewards, passes, response_mask, options)`: after a step, with the same names,
+  shapes and dtypes (write 1.0, not 1).
 
 The functions are pure and run under `jax.jit`.
 """

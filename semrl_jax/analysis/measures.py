@@ -8,6 +8,7 @@ measure of the release is wrong, it is replaced by what its name says:
   relative frequencies of the tokens of one response, or of all responses to a prompt. These are
   `count_entropy` and `count_confidence`, their means and their stacked forms.
 - Divergences take probabilities as probabilities; equal responses have 0.
+  1/2 is added to the counts of the KL divergence, where the release adds 1e-20 to frequencies.
 - Velocity and acceleration have the stride of the setting, not 1.
 - Repetition counts no n-gram that begins in one response and ends in the next.
 """
