@@ -1,8 +1,13 @@
 """How one response comes about: by a single turn of the policy, or by several.
 
 A response is an episode. Its tokens are those that the policy wrote and, between them, those that
-others wrote: an environment, a tool, a user. `docs/architecture.md` works an episode of two turns
-through on paper, token by token.
+others wrote: an environment, a tool, a user. An example, with a prompt of 5 tokens, at most 16
+response tokens, and an environment that replies once:
+
+    turn 1, policy  asked with 5 tokens, seed s, at most 16 tokens   tokens 0 to 3, mask True
+    environment     asked with these 4 tokens                        tokens 4 to 6, mask False
+    turn 2, policy  asked with 5 + 4 + 3 tokens, seed                tokens 7 to 11, mask True
+                    stream_seed(s, 1), at most 16 - 7 tokens
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """A trained model: what it minimises, with which optimiser, and one optimiser step on a mini-batch.
 
 The policy and the critic of a run, the policy of a supervised fine-tuning and that of a warm start
-are trainees. `TrainState` has their arrays.
+are trainees. `TrainState` has their arrays. A third model of a run follows the critic: in
+`Learner`, `MiniBatch`, `PassPlan` and `Passes`, in the settings and their checks, and in setup.py,
+memory.py and dry_run.py of `runs`. Its scalars begin with its name (`RESERVED` of algorithm.py).
 """
 
 from __future__ import annotations

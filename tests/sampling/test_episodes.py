@@ -113,7 +113,7 @@ def test_an_episode_of_two_turns_fits_the_seam():
     assert isinstance(TwoTurns(), Episodes)
     found, engine = play(TwoTurns())
     (first, limit, _), (second, room, version) = engine.calls
-    # The numbers of docs/architecture.md.
+    # The numbers of the example in episodes.py.
     assert [len(request.prompt_ids) for request in (*first, *second)] == [5, 5, 12, 12]
     assert (limit, room, version) == (16, 9, VERSION)
     assert len({request.seed for request in (*first, *second)}) == 4

@@ -18,6 +18,10 @@ response columns are a ring: a response has the last ones before the next column
 The schedule depends on the requests and on the sampled lengths only, never on time.
 
 On the policy's mesh, slots are split over the data axes, heads and vocabulary over `tensor`.
+
+Measured without a gain on a CPU, with 64 responses of up to 1024 tokens: one batch in place of two,
+parts that do not wait for each other, a batch that shrinks at each size of the cache, and matrix
+products for the attention.
 """
 
 from __future__ import annotations
