@@ -208,32 +208,41 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list[str]:
-    """A Markdown table: levels, and differences from the variants `bases`."""
-    base = outcomes[bases[0]]
-    others = [name for name in outcomes if name not in (START, bases[0])]
+    """A Markdown table: levels of the start and of the first base, differences of the others.
+
+    A column of tokens or bonuses is there if the rows differ in it.
+    """
+    base, *more = bases
+    others = [name for name in outcomes if name not in (START, base)]
     first, last = passed(1, n), passed(n, n)
-    p_values = dict(zip(others, holm([Gain.of(outcomes[o], base, first).p for o in others])))
-    less = [f"less {name}'s" for name in bases]
-    titles = ["seeds", "tokens", "bonus", "over steps", less[0], "pass@1", less[0], "p", *less[1:]]
-    titles += [f"pass@{n}", less[0]]
-    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    p_values = dict(
+        zip(others, holm([Gain.of(outcomes[o], outcomes[base], first).p for o in others]))
+    )
 
-    def compared(name: str, score: Score, *with_: str) -> list[str]:
-        """The level in percent, and the differences."""
-        own = outcomes[name]
-        return [shown(100 * score(own).mean(), ".1f")] + [
-            "" if name in (START, other) else str(Gain.of(own, outcomes[other], score))
-            for other in with_
-        ]
+    def score(name: str, of: Score, compared: str = base) -> str:
+        if name in (START, compared):
+            return shown(100 * of(outcomes[name]).mean(), ".1f") if compared == base else ""
+        return str(Gain.of(outcomes[name], outcomes[compared], of))
 
-    for name, own in outcomes.items():
-        level, gain, *seconds = compared(name, first, *bases)
-        cells = [name, str(len(own.seeds)), f"{own.tokens.mean() / 1e6:.2f} M"]
-        cells += [f"{100 * own.bonus.mean():.1f} %", *compared(name, Outcome.over_steps, bases[0])]
-        cells += [level, gain, shown(p_values.get(name, np.nan), ".2g"), *seconds]
-        cells += compared(name, last, bases[0])
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    columns = {
+        "seeds": lambda name: str(len(outcomes[name].seeds)),
+        "tokens": lambda name: f"{outcomes[name].tokens.mean() / 1e6:.2f} M",
+        "bonus": lambda name: f"{100 * outcomes[name].bonus.mean():.1f} %",
+        "over steps": lambda name: score(name, Outcome.over_steps),
+        "pass@1": lambda name: score(name, first),
+        "p": lambda name: shown(p_values.get(name, np.nan), ".2g"),
+        **{
+            f"pass@1 less {other}'s": lambda name, other=other: score(name, first, other)
+            for other in more
+        },
+        f"pass@{n}": lambda name: score(name, last),
+    }
+    cells = {title: [text(name) for name in outcomes] for title, text in columns.items()}
+    for title in ("tokens", "bonus"):
+        if len(set(cells[title][list(outcomes).index(base) :])) == 1:
+            del cells[title]
+    lines = [f"| | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in zip(outcomes, *cells.values()))]
 
 
 def shown(value: float, spec: str) -> str:

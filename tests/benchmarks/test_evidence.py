@@ -201,6 +201,7 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
     part = results.section(results.PARTS[0], json.loads(json.dumps(record)))
     assert (
         "not finished: 4 of" in part
-        and "| verl | 2 | 0.07 M | 25.0 % | 62.5 | +12.5 (+0.0 to +25.0) | 12.5 | +6.2 (" in part
+        and "| none | 2 | 50.0 | 6.2 |  | -6.2 (" in part
+        and "| verl | 2 | +12.5 (+0.0 to +25.0) | +6.2 (" in part
     )
     assert (tmp_path / "figures" / "evidence_tiny.png").stat().st_size > 10_000
