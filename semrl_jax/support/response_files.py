@@ -36,32 +36,31 @@ def _per_token(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind))
 
 
-_RECORD = "only in [records](replay.md#records);"
 TEXT, WHOLE, NUMBER, FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 COLUMNS = {
     "step": Column(WHOLE, "step of the weights that sampled the response; only in a run"),
     "benchmark": Column(TEXT, "data source of the prompt; not in training steps"),
     "group_id": Column(
         WHOLE,
-        "number of the prompt from 0: in the run's training or problems, in the benchmark of "
-        "`launch.evaluate`, or the row of the files of `launch.generate`",
+        "number of the prompt from 0, in the run, in the benchmark of `launch.evaluate`, or in the "
+        "files of `launch.generate`",
     ),
     "sample_index": Column(WHOLE, "number of the response to its prompt, from 0"),
     "question": Column(TEXT, "what the user asks, without the template; not in a run"),
     "prompt": Column(
-        TEXT, "with template, in a run with special tokens too; not in `launch.evaluate`"
+        TEXT, "with template, in a run also with special tokens; not in `launch.evaluate`"
     ),
     "reference": Column(TEXT, "reference answer; null without one"),
     "problem_type": Column(TEXT, 'such as "Algebra", or ""; only in `launch.evaluate`'),
     "row": Column(
         TEXT,
-        "JSON object: the row of the prompt, or its part for a verifier of `launch.evaluate`, or "
+        "JSON object: the row of the prompt, or what a verifier of `launch.evaluate` gets of it, or "
         '""; not in a run',
     ),
     "response": Column(
         TEXT,
-        "what the verifier got: without special tokens, up to the first stop string; in a run the "
-        "text of all token ids",
+        "what the verifier got: without special tokens, up to the first stop string; in a run all "
+        "of its text",
     ),
     "extracted": Column(TEXT, "the answer that the verifier found; null if there is none"),
     "correct": Column(FLAG, "the verifier's verdict"),
@@ -76,7 +75,7 @@ COLUMNS = {
     "finish_reason": Column(
         TEXT,
         "`eos`; `stop`: a stop token, word or [string](data.md#where-a-response-ends); `length`; "
-        "`aborted`; `prompt_too_long` for a problem that was not sampled",
+        "`aborted`; `prompt_too_long`: not sampled",
     ),
     "num_tokens": Column(WHOLE, "tokens that the policy sampled"),
     "mean_logprob": Column(NUMBER, "mean of their `rollout_logprobs`; NaN without one"),
@@ -92,8 +91,8 @@ COLUMNS = {
     ),
     "response_mask": Column(
         _per_token(FLAG),
-        "false on context that the policy did not sample, whose log-probability is 0; only if a "
-        "response has context",
+        "false on context that the policy did not sample, with log-probability 0; only if there is "
+        "context",
     ),
     "conversations": Column(
         _per_token(pa.int32()),
@@ -110,23 +109,23 @@ COLUMNS = {
     ),
     **{
         f"turn_effective_rank{order}": Column(
-            _per_token(pa.float32()),
-            f"{name} of the tokens of each turn, if it was measured; NaN where not valid",
+            _per_token(pa.float32()), f"{name} of each turn, if measured; NaN where not valid"
         )
         for order, name in (("", "ER"), ("_velocity", "ERV"), ("_acceleration", "ERA"))
     },
     "effective_ranks": Column(
         _per_token(pa.float32()),
-        "ER of each prefix that ERV and ERA are computed from; only in a run, if it was measured",
+        "ER of each prefix that ERV and ERA are computed from; only in a run, if measured",
     ),
-    "reward": Column(NUMBER, f"{_RECORD} what the update was given for the response"),
+    # From here on to mean_states: only in records.
+    "reward": Column(NUMBER, "what the update was given for the response"),
     "weight_spans": Column(
         _per_token(pa.int32()),
-        f"{_RECORD} three numbers for each part of the response with weights of its own: step of "
-        "the weights, first token, token after the last",
+        "three numbers for each part with weights of its own: step of the weights, first token, "
+        "token after the last",
     ),
     **{
-        name: Column(_per_token(kind), f"{_RECORD} {meaning}")
+        name: Column(_per_token(kind), meaning)
         for name, kind, meaning in (
             ("old_logprobs", pa.float32(), "log-probability under the policy before the update"),
             ("ref_logprobs", pa.float32(), "log-probability under the reference, if computed"),
@@ -134,12 +133,7 @@ COLUMNS = {
             ("advantages", pa.float32(), "advantage, shaped"),
             ("returns", pa.float32(), "what the critic learns"),
             ("trained", FLAG, "whether the update trains on the token"),
-            (
-                "mean_states",
-                pa.float32(),
-                "mean hidden states of the measured layers, one after "
-                "the other, if they were measured",
-            ),
+            ("mean_states", pa.float32(), "mean states of the measured layers, if measured"),
         )
     },
     "metrics/<label>": Column(
@@ -149,8 +143,7 @@ COLUMNS = {
     ),
     "series/<metric>": Column(
         _per_token(pa.float32()),
-        "the metric of each prefix that its velocity and acceleration are computed from, in the "
-        "final layer; with `evaluation.metric_series`",
+        "the metric of each prefix, in the final layer; with `evaluation.metric_series`",
     ),
 }
 KEYS = ("group_id", "sample_index")  # of a response among those of a benchmark
