@@ -54,7 +54,7 @@ COLUMNS = {
     "problem_type": Column(TEXT, 'such as "Algebra", or ""; only in `launch.evaluate`'),
     "row": Column(
         TEXT,
-        "JSON object: the row of the prompt, or what a verifier of `launch.evaluate` gets of it, or "
+        "JSON object: the row of the prompt, or its part for a verifier of `launch.evaluate`, or "
         '""; not in a run',
     ),
     "response": Column(
