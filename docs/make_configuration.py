@@ -70,7 +70,8 @@ def _code(value: object) -> str:
 
 
 def _linked(text: str) -> str:
-    """The text with links to other pages."""
+    """The text with links to other pages, and without what the head of the page says."""
+    text = re.sub("[,;] repeat the flag", "", text)
     return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
 
 

@@ -25,8 +25,8 @@ class Importance:
     )
     level_ahead: str = setting(
         "token",
-        "level in place of none with rollout.max_staleness above 0 or "
-        "rollout.vllm_quantization; none: no correction",
+        "in place of none with rollout.max_staleness above 0 or rollout.vllm_quantization; "
+        "none: no correction",
         choices=_LEVELS,
     )
     outside: str = setting(
@@ -49,8 +49,8 @@ class BatchRules:
     # A run that ended with too few groups may continue with more rounds, or without the rule.
     max_sampling_rounds: int = setting(
         0,
-        "Dynamic sampling: most rounds of prompts_per_step prompts that a step samples to get "
-        "as many groups with unequal rewards; fewer end the run. 0: off",
+        "Dynamic sampling: most rounds of prompts that a step samples to get prompts_per_step "
+        "groups with unequal rewards; fewer end the run. 0: off",
         "rounds",
         at_least=0,
         at_most=MAX_ROUNDS,

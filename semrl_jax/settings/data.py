@@ -56,9 +56,7 @@ class Data:
     system_prompt: str = setting("", "system prompt for the template chat")
     # Without effect for many tokenizers, so a resumed run compares the prompts instead.
     add_special_tokens: bool = setting(
-        True,
-        "Begin a prompt with the tokenizer's special tokens, such as BOS. docs/data.md",
-        may_change=True,
+        True, "begin a prompt with the tokenizer's special tokens, such as BOS", may_change=True
     )
     skip_bad_rows: bool = setting(False, "count and skip bad rows; False: stop")
 

@@ -24,18 +24,14 @@ class Environment:
     )
     max_turns: int = setting(8, "messages of the policy before the episode ends", "turns", above=0)
     num_lanes: int = setting(
-        1,
-        "parts of a batch that take turns between environments and policy; 2 or 3 for slow tools",
-        "parts",
-        above=0,
-        at_most=64,
+        1, "parts of a batch that take turns; 2 or 3 for slow tools", "parts", above=0, at_most=64
     )
     max_observation_chars: int = setting(
         8192, "an answer of the environment is truncated there", "characters", above=0
     )
     tool_format: str = setting(
         "auto",
-        "how tools are called: auto, as its chat template writes calls, or json",
+        "auto, as the chat template writes calls, or json",
         choices=("auto", "hermes", "llama3", "json"),
     )
     timeout_s: float = setting(30.0, "limit of one call of the environment", above=0, at_most=2**31)

@@ -49,7 +49,7 @@ class Evaluation:
     files: tuple[str, ...] = setting(
         (),
         "with data.task=files: FILE, or FILE:setting=value:... with a field below, "
-        "num_problems or name; each is a benchmark. docs/data.md",
+        "num_problems or name; docs/data.md",
         items=str,
     )
     scores: tuple[str, ...] = setting(
@@ -76,14 +76,13 @@ class Evaluation:
     min_tokens: int = setting(0, "as rollout.min_tokens", "tokens")
     k: tuple[int, ...] = setting((1,), "k of pass@k, maj@k and best@k; at most n", items=int)
     responses_per_call: int = setting(
-        1024,
-        "per call of launch.evaluate; an interrupted evaluation repeats the last call",
-        "responses",
-        above=0,
+        1024, "per call of launch.evaluate; an interrupted one is repeated", "responses", above=0
     )
     reward_model: str = setting("", "classifier for best@k of launch.evaluate: directory or hub id")
     verifier: str = setting(
-        "", "as rewards.function; empty: benchmark for named benchmarks, else that of the rewards"
+        "",
+        "as rewards.function; empty: benchmark for named benchmarks, else the verifier of the "
+        "rewards",
     )
     upload: bool = setting(False, "True: launch.evaluate sends its figures to the trackers")
     run_programs: str = setting(

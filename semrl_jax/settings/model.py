@@ -16,22 +16,21 @@ class Model:
     )
     family: str = setting(
         "",
-        'A family of semrl_jax/models/families, or "my_package.my_module"; empty: by '
-        "config.json, qwen2 for a random model",
+        'A family of semrl_jax/models/families or "my_package.my_module"; empty: by config.json, else qwen2',
     )
     compute_dtype: str = setting(
         "float32", "Dtype of activations: float32 or bfloat16", choices=DTYPES
     )
     param_dtype: str = setting(
         "float32",
-        "Dtype of the trained parameters: float32, or bfloat16 with float32 copies in the "
-        "optimiser. docs/memory.md",
+        "Dtype of parameters: float32, or bfloat16 with float32 copies in the optimiser. "
+        "docs/memory.md",
         choices=DTYPES,
     )
     reference_path: str = setting(
         "",
-        "Directory or hub id of the reference, such as a teacher with the same tokenizer; "
-        "empty: the weights that training starts from",
+        "directory or hub id, such as of a teacher with the same tokenizer; empty: the "
+        "weights that training starts from",
     )
     reference_dtype: str = setting("float32", "float32 or bfloat16", choices=DTYPES)
     remat: str = setting(
@@ -43,8 +42,8 @@ class Model:
     )
     attention: str = setting(
         "auto",
-        "Attention of whole sequences: xla; splash, a kernel for TPUs; triton, one for GPUs; "
-        "auto: splash on TPUs where it can be used, else xla",
+        "xla; splash, a kernel for TPUs; triton, one for GPUs; auto: splash on TPUs where it "
+        "can be used, else xla",
         choices=ATTENTION_KERNELS,
         may_change=True,
     )

@@ -17,8 +17,7 @@ class Steps:
     )
     learning_rate_schedule: str = setting(
         "constant",
-        "after the warm-up: constant, or linear or cosine down to "
-        "learning_rate_final_fraction at the end of the run",
+        "after the warm-up: constant, or linear or cosine down to learning_rate_final_fraction",
         choices=SCHEDULES,
     )
     learning_rate_final_fraction: float = setting(
