@@ -16,7 +16,8 @@ class Model:
     )
     family: str = setting(
         "",
-        'A family of semrl_jax/models/families or "my_package.my_module"; empty: by config.json, else qwen2',
+        'A family of semrl_jax/models/families or "my_package.my_module"; empty: by config.json, '
+        "else qwen2",
     )
     compute_dtype: str = setting(
         "float32", "Dtype of activations: float32 or bfloat16", choices=DTYPES
