@@ -51,7 +51,7 @@ class Rewards:
     functions: tuple[str, ...] = setting(
         (),
         "Several, summed: FUNCTION, or FUNCTION:weight=0.5:name=NAME; repeat the flag. model: "
-        "the score of rewards.model; alone, rewards.function decides what is correct",
+        "the score of rewards.model; if alone, rewards.function decides what is correct",
         items=str,
     )
     model: RewardModel = section(RewardModel)
