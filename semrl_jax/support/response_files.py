@@ -59,8 +59,8 @@ COLUMNS = {
     ),
     "response": Column(
         TEXT,
-        "what the verifier got: without special tokens, up to the first stop string; in a run all "
-        "of its text",
+        "what the verifier got: without special tokens, up to the first stop string; in a run the "
+        "text of all token ids",
     ),
     "extracted": Column(TEXT, "the answer that the verifier found; null if there is none"),
     "correct": Column(FLAG, "the verifier's verdict"),
@@ -133,7 +133,11 @@ COLUMNS = {
             ("advantages", pa.float32(), "advantage, shaped"),
             ("returns", pa.float32(), "what the critic learns"),
             ("trained", FLAG, "whether the update trains on the token"),
-            ("mean_states", pa.float32(), "mean states of the measured layers, if measured"),
+            (
+                "mean_states",
+                pa.float32(),
+                "mean states of the measured layers, one after the other, if measured",
+            ),
         )
     },
     "metrics/<label>": Column(
