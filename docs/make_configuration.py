@@ -1,5 +1,6 @@
 """Makes docs/configuration.md from semrl_jax/settings: `python docs/make_configuration.py`."""
 
+import collections
 import pathlib
 import re
 
@@ -13,7 +14,9 @@ HEAD = """# Settings
 
 Any field can be set from the command line, `--config.training.num_steps=10`, or in a config file
 that changes the default config, as those in `configs/` do. For a field with several values, repeat
-its flag. `--explain` and `--dry_run` print and check the settings of a command ([runs](runs.md)).
+its flag. Defaults are in brackets. `--explain` prints the settings of a command, and `--dry_run`
+checks them ([runs](runs.md)).
+
 `python docs/make_configuration.py` makes this page from `semrl_jax/settings`.
 """
 
@@ -30,18 +33,36 @@ def page() -> str:
         parts.append(f"## {section or 'The whole run'}\n")
         if section and known[section].meaning:
             parts.append(f"{_linked(known[section].meaning)}\n")
-        parts.append("| Field | Default | Meaning |\n|---|---|---|")
-        parts += [
-            f"| `{field}` | {f'{_code(values[field])} {known[field].unit}'.strip()} | "
-            f"{_linked(known[field].meaning)} |"
-            for field in fields
-        ]
+        alike = collections.defaultdict(list)
+        for field in fields:
+            if meaning := _elsewhere(field, values, known):
+                alike[meaning].append(f"`{field}`")
+            else:
+                default = f"{_code(values[field])} {known[field].unit}".strip()
+                parts.append(f"- `{field}` ({default}): {_linked(known[field].meaning)}")
+        parts += [f"- {', '.join(names)}: {meaning}" for meaning, names in alike.items()]
         parts.append("")
     for copy, original in COPIES.items():
         parts.append(
-            f"## {copy}\n\n{_linked(known[copy].meaning)} The fields are those of `{original}`.\n"
+            f"## {copy}\n\n{_linked(known[copy].meaning)} Each field follows the one of "
+            f"`{original}` unless set.\n"
         )
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _elsewhere(field: str, values, known) -> str:
+    """Where a field of the same name, default and meaning is described; "" if it has none."""
+    section, _, name = field.rpartition(".")
+    found = re.fullmatch(
+        rf"(?:as|(Follows)) ([\w.]+)\.{name}(?: unless set)?", known[field].meaning
+    )
+    place = found[2] if found else "training"
+    other = f"{place}.{name}"
+    if place == section or values.get(other) != values[field]:
+        return ""
+    if found and found[1]:
+        return f"as in `{place}`, unless set"
+    return f"as in `{place}`" if found or known[other].meaning == known[field].meaning else ""
 
 
 def _code(value: object) -> str:
@@ -49,8 +70,8 @@ def _code(value: object) -> str:
 
 
 def _linked(text: str) -> str:
-    """The text with links to other pages, safe in a table."""
-    text = text.replace("|", "\\|")
+    """The text with links to other pages, and without what the head of the page says."""
+    text = re.sub("[,;] repeat the flag", "", text)
     return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
 
 

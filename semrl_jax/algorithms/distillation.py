@@ -35,7 +35,7 @@ __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 class Options(Objective):
     """Own options; see `Objective` for the others."""
 
-    teacher_weight: float = setting(1.0, "weight of the teacher in the advantage", at_least=0)
+    teacher_weight: float = setting(1.0, "weight of the teacher", at_least=0)
     teacher_discount: float = setting(0.0, "weight of the next token's x; 0: none", within="[0, 1]")
     reward_weight: float = setting(0.0, "weight of GRPO's advantage; 0: none", at_least=0)
 

@@ -27,11 +27,11 @@ class Aggregation:
 
     aggregation: str = setting(
         "token_mean",
-        "How the losses of the tokens become one: token_mean, response_mean or constant_length",
+        "how token losses become one: token_mean, response_mean or constant_length",
         choices=AGGREGATIONS,
     )
     constant_length: int = setting(
-        0, "aggregation constant_length: limit of a response", "tokens", at_least=0
+        0, "limit of a response, for aggregation constant_length", "tokens", at_least=0
     )
 
 

@@ -34,8 +34,8 @@ class Options(Objective):
     """Own options; see `Objective` for the others."""
 
     correction: str = setting("backward", "backward or forward", choices=("backward", "forward"))
-    false_positive_rate: float = setting(0.0, "probability that a wrong response is accepted")
-    false_negative_rate: float = setting(0.0, "probability that a correct response is rejected")
+    false_positive_rate: float = setting(0.0, "share of wrong responses that are accepted")
+    false_negative_rate: float = setting(0.0, "share of correct responses that are rejected")
     threshold: float = setting(0.0, "rewards above are positive")
 
     def __post_init__(self):

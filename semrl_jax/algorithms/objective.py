@@ -24,13 +24,13 @@ class Objective(Bounds, losses.Aggregation, TurnCredit):
 
     surrogate: str = setting("clip", "Loss of a token: clip, gspo, dcpo, cispo, reinforce or opmd")
     kl_coefficient: float = setting(
-        0.001, "Weight of the KL penalty; 0: no reference is loaded or computed", at_least=0
+        0.001, "weight of the KL penalty; 0: no reference is loaded", at_least=0
     )
     entropy_coefficient: float = setting(0.001, "weight of the entropy bonus", at_least=0)
     kl_estimator: str = setting(
         "low_var_kl",
-        "Estimator of the KL from the sampled token: kl, abs, mse, low_var_kl or low_var_kl+; "
-        "exact: the KL itself, over the vocabulary",
+        "KL from the sampled token: kl, abs, mse, low_var_kl or low_var_kl+; exact: over the "
+        "vocabulary",
         choices=OBJECTIVE_KL,
     )
 

@@ -45,7 +45,7 @@ class Options(KLReward, ValueLoss):
     """Own options; see `KLReward` and `ValueLoss` for the others."""
 
     gamma: float = setting(1.0, "discount per token, or per turn", within="[0, 1]")
-    gae_lambda: float = setting(1.0, "lambda of generalised advantage estimation", within="[0, 1]")
+    gae_lambda: float = setting(1.0, "lambda of the advantage estimation", within="[0, 1]")
 
 
 def needs(options: Options) -> Needs:

@@ -32,7 +32,7 @@ class Options(Objective):
     """Own options; see `Objective` for the others."""
 
     quantile: float = setting(
-        0.5, "which quantile of a group's rewards is the baseline", within="(0, 1)"
+        0.5, "quantile of a group's rewards that is the baseline", within="(0, 1)"
     )
     normalise: bool = setting(True, "divide by the standard deviation")
     epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)

@@ -36,7 +36,7 @@ __all__ = [
 class Options(KLReward):
     """Own options; see `KLReward` for the others."""
 
-    group_baseline: bool = setting(False, "subtract the mean of the group first")
+    group_baseline: bool = setting(False, "subtract the group's mean first")
 
 
 def needs(options: Options) -> Needs:

@@ -41,7 +41,7 @@ class Bounds:
     """Settings of the surrogates; each reads those that its docstring names."""
 
     clip_epsilon: float = setting(0.2, "how far a ratio may fall below 1", within="(0, 1]")
-    clip_epsilon_high: float = setting(0.0, "How far a ratio may rise above 1; 0: as far as below")
+    clip_epsilon_high: float = setting(0.0, "how far a ratio may rise above 1; 0: as far as below")
     dual_clip: float = setting(0.0, "largest ratio at a negative advantage; 0: no limit")
     opmd_tau: float = setting(1.0, "strength of OPMD's regulariser", above=0)
 

@@ -35,8 +35,7 @@ class TurnCredit:
 
     credit: str = setting(
         "episode",
-        "episode: the sum of its rewards; turn: each turn by its own and later rewards, "
-        "docs/environments.md",
+        "episode; or turn: each turn by its own and later rewards, docs/environments.md",
         choices=CREDITS,
     )
 

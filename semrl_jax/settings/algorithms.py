@@ -21,18 +21,16 @@ _OPTIONS = declared_options()
 @dataclasses.dataclass(frozen=True)
 class Importance:
     level: str = setting(
-        "none",
-        "Level of the importance weights: none, token, sequence, geometric or total_variation",
-        choices=_LEVELS,
+        "none", "none, token, sequence, geometric or total_variation", choices=_LEVELS
     )
     level_ahead: str = setting(
         "token",
-        "The level where level is none, but another policy samples: with "
-        "rollout.max_staleness above 0 or rollout.vllm_quantization. none: no correction",
+        "in place of none with rollout.max_staleness above 0 or rollout.vllm_quantization; "
+        "none: no correction",
         choices=_LEVELS,
     )
     outside: str = setting(
-        "truncate", "Truncate weights to the bounds, or mask: drop what lies outside"
+        "truncate", "truncate weights to the bounds; or mask: drop what lies outside"
     )
     floor: float = setting(0.0, "the smallest ratio")
     cap: float = setting(2.0, "the largest ratio, or difference of probabilities")
@@ -42,40 +40,37 @@ class Importance:
 class BatchRules:
     overlong_tokens: int = setting(
         0,
-        "Within this many tokens before the limit of a response, its reward falls by up "
-        "to 1; 0: off",
+        "the reward falls by up to 1 within this distance of the length limit; 0: off",
         at_least=0,
     )
     mask_truncated: bool = setting(
-        False, "True: a truncated response is not trained on, but counts in its group"
+        False, "True: truncated responses count in their group, but are not trained on"
     )
     # A run that ended with too few groups may continue with more rounds, or without the rule.
     max_sampling_rounds: int = setting(
         0,
-        "Dynamic sampling: a step samples up to so many rounds of prompts_per_step "
-        "prompts, trains on the first prompts_per_step groups with unequal rewards, and "
-        "ends the run if there are fewer. 0: off",
+        "Dynamic sampling: most rounds of prompts that a step samples to get prompts_per_step "
+        "groups with unequal rewards; fewer end the run. 0: off",
         "rounds",
         at_least=0,
         at_most=MAX_ROUNDS,
         may_change=True,
     )
     keep_groups_by: str = setting(
-        "reward", "What must differ in a group: reward or correctness", choices=KEEP_GROUPS_BY
+        "reward", "what must differ in a group: reward or correctness", choices=KEEP_GROUPS_BY
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithms(_OPTIONS[""]):
     name: str = setting(
-        "grpo",
-        'docs/algorithms.md, or "my_package.my_module" with one of your own, docs/extending.md',
+        "grpo", 'A name of docs/algorithms.md, or "my_package.my_module" (docs/extending.md)'
     )
     options: dict = section(dict, "options of your own algorithm; docs/extending.md")
     advantage: Any = section(_OPTIONS["advantage"])
     loss: Any = section(_OPTIONS["loss"])
     importance: Importance = section(
-        Importance, "Correction for the difference between rollout engine and policy; docs/verl.md"
+        Importance, "Correction for the difference between engine and policy; docs/verl.md"
     )
     batch_rules: BatchRules = section(BatchRules)
 

@@ -12,24 +12,24 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    every_steps: int = setting(40, "steps between two checkpoints", above=0)
+    every_steps: int = setting(40, "between checkpoints", above=0)
     keep: int = setting(2, "the newest ones stay", "checkpoints", above=0)
     keep_every: int = setting(
-        0, "Checkpoints of multiples of this step are never removed; 0: none", "steps", at_least=0
+        0, "checkpoints of its multiples are never removed; 0: none", "steps", at_least=0
     )
     extra_steps: tuple[int, ...] = setting(
-        (), "Steps with a checkpoint of their own, which is never removed", items=int
+        (), "further steps with a checkpoint, which is never removed", items=int
     )
     export: str = setting(
         "",
-        "Dtype of checkpoints/<step>/model, the policy as a Hugging Face directory in each "
-        "checkpoint: float32 or bfloat16. Empty: none",
+        "dtype of checkpoints/STEP/model, a Hugging Face directory: float32 or bfloat16; "
+        "empty: none",
         choices=("", *DTYPES),
     )
     copy_to: str = setting(
         "",
-        "Bucket or directory (gs://, s3://, a path) that gets a copy of the run with each "
-        "checkpoint, and from which an empty WORKDIR continues. Empty: none",
+        "gs://, s3:// or a directory that gets a copy of the run with each checkpoint; "
+        "docs/resume.md",
     )
 
 

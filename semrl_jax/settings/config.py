@@ -49,7 +49,7 @@ from semrl_jax.support.fields import Setting, build, check_fields, described, se
 class Config:
     """Every setting; the sections mirror the rooms of the package."""
 
-    seed: int = setting(0, "of all random numbers", at_least=0, at_most=2**32 - 1)
+    seed: int = setting(0, "Seed of all random numbers", at_least=0, at_most=2**32 - 1)
     distributed: distributed.Distributed = section(
         distributed.Distributed, "docs/clusters.md", may_change=True
     )
@@ -68,15 +68,13 @@ class Config:
     algorithms: algorithms.Algorithms = section(algorithms.Algorithms)
     rewards: rewards.Rewards = section(rewards.Rewards)
     critic: critic.Critic = section(
-        critic.Critic, "only with an algorithm that has one, such as ppo"
+        critic.Critic, "Only with an algorithm that has one, such as ppo"
     )
-    lora: lora.Lora = section(lora.Lora, "adapters upon a frozen base. docs/lora.md")
+    lora: lora.Lora = section(lora.Lora, "Adapters upon a frozen base; docs/lora.md")
     warm_start: warm_start.WarmStart = section(
-        warm_start.WarmStart, "supervised training before the first update"
+        warm_start.WarmStart, "Supervised training before the first update"
     )
-    sft: sft.Sft = section(
-        sft.Sft, "Supervised fine-tuning on conversations of your own, launch.sft; docs/data.md"
-    )
+    sft: sft.Sft = section(sft.Sft, "Fine-tuning on conversations, launch.sft; docs/data.md")
     optimizer: optimizer.Optimizer = section(
         optimizer.Optimizer, "Optimiser of the policy, the critic and launch.sft; docs/memory.md"
     )

@@ -15,59 +15,50 @@ TASKS = ("arithmetic", "files", "reasoning_gym", "environment")
 class Data:
     task: str = setting(
         "arithmetic",
-        "arithmetic: a built-in generator; files: data.files; reasoning_gym: procedural "
-        "sets; environment: environment.name",
+        "arithmetic, generated; files: data.files; reasoning_gym; environment: environment.name",
         choices=TASKS,
     )
     num_prompts: int = setting(4096, "training prompts from a generator", "prompts", above=0)
     reasoning_gym: tuple[str, ...] = setting(
-        (),
-        "sets of the package reasoning-gym, NAME or NAME:option=value:weight=2; docs/data.md",
-        items=str,
+        (), "sets of reasoning-gym, NAME or NAME:option=value:weight=2; docs/data.md", items=str
     )
     shuffle: bool = setting(
-        True, "another order of the prompts in each epoch, by config.seed; False: their own order"
+        True, "another order in each epoch, by config.seed; False: their own order"
     )
     curriculum: str = setting(
         "",
-        "Which prompts a step trains on: learnability, window, replay, mixture, lessons, or "
-        '"my_package.my_module", with :option=value; empty: in the order of epochs. docs/data.md',
+        'learnability, window, replay, mixture, lessons, or "my_package.my_module", with '
+        ":option=value; empty: in the order of epochs. docs/data.md",
     )
     prompts_per_step: int = setting(
-        48,
-        "Prompts of one training step, each with rollout.group_size responses",
-        "prompts",
-        above=0,
+        48, "Prompts of a step, each with rollout.group_size responses", "prompts", above=0
     )
     # A resumed run may have other paths: `check_inputs` compares the contents.
     files: tuple[str, ...] = setting(
         (),
-        "training prompts, .jsonl and .parquet, repeat the flag; docs/data.md",
+        "training prompts, .jsonl or .parquet, repeat the flag; docs/data.md",
         items=str,
         may_change=True,
     )
     row_format: str = setting("question_answer", "rows of the files: question_answer or simplerl")
     question_fields: tuple[str, ...] = setting(
-        ("question",), "fields of a row that make the question, joined by a space", items=str
+        ("question",), "fields that make the question, joined by a space", items=str
     )
-    answer_field: str = setting("answer", "field of a row with the reference answer")
-    answer_after: str = setting("", "the answer follows this mark, #### in GSM8K; empty: no mark")
+    answer_field: str = setting("answer", "field with the reference answer")
+    answer_after: str = setting("", "mark before the answer, #### in GSM8K; empty: none")
     # "auto" is another name of the template, so the prompts are compared instead.
     template: str = setting(
         "auto",
-        "auto (the tokenizer's chat template, else plain), plain, abel, ..., chat, a "
-        "text with {input}, or its file; docs/data.md",
+        "auto (the tokenizer's chat template, else plain), plain, abel, ..., chat, a text "
+        "with {input}, or its file; docs/data.md",
         may_change=True,
     )
     system_prompt: str = setting("", "system prompt for the template chat")
     # Without effect for many tokenizers, so a resumed run compares the prompts instead.
     add_special_tokens: bool = setting(
-        True,
-        "Begin a prompt with the special tokens that the tokenizer adds by default, such "
-        "as BOS. docs/data.md",
-        may_change=True,
+        True, "begin a prompt with the tokenizer's special tokens, such as BOS", may_change=True
     )
-    skip_bad_rows: bool = setting(False, "True: count and skip bad rows instead of stopping")
+    skip_bad_rows: bool = setting(False, "count and skip bad rows; False: stop")
 
 
 def check(data: Section) -> None:

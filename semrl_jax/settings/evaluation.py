@@ -43,82 +43,59 @@ class Evaluation:
     num_problems: int = setting(512, "at most, per held-out set or file", "problems", above=0)
     subset_seed: int = setting(
         -1,
-        "Seed by which num_problems rows of a file or named benchmark are chosen, the same ones in "
-        "all evaluations. -1: the first rows",
+        "seed that chooses num_problems rows of a file or named benchmark; -1: the first rows",
         at_least=-1,
     )
     files: tuple[str, ...] = setting(
         (),
-        "Used with data.task=files; each file is a benchmark. FILE, or "
-        "FILE:setting=value:... with a field below, num_problems or name; docs/data.md",
+        "with data.task=files: FILE, or FILE:setting=value:... with a field below, "
+        "num_problems or name; docs/data.md",
         items=str,
     )
     scores: tuple[str, ...] = setting(
         ("greedy",), 'names of docs/evaluation.md, or "my_package.module"', items=str
     )
-    held_out: bool = setting(True, "Whether held-out problems of the task or files are evaluated")
+    held_out: bool = setting(True, "whether held-out problems of the task or files are evaluated")
     benchmarks: tuple[str, ...] = setting(
         (),
-        "A name or group such as gsm8k or tiny, FILE.jsonl, environment:NAME, all three "
-        'with :setting=value:..., or "my_package.module"; docs/data.md',
+        "gsm8k, tiny, ..., FILE.jsonl, environment:NAME, each with :setting=value:..., or "
+        '"my_package.module"; docs/data.md',
         items=str,
     )
     data_dir: str = setting("data/benchmarks", "where the files of named benchmarks are")
-    shots: int = setting(
-        0, "examples before each question, the first ones of shots_file", at_least=0
-    )
-    shots_file: str = setting(
-        "", ".jsonl or .parquet file of the examples, with question and answer (or response)"
-    )
-    n: int = setting(
-        1,
-        "Responses per problem, for scores such as pass_at_k; greedy always samples one, "
-        "at temperature 0",
-        "responses",
-    )
-    temperature: float = setting(
-        0.0, "Temperature of the sampling for scores other than greedy; 0 is greedy"
-    )
-    top_p: float = setting(1.0, "as rollout.top_p, for these scores")
-    top_k: int = setting(0, "as rollout.top_k, for these scores")
-    min_p: float = setting(0.0, "as rollout.min_p, for these scores")
-    presence_penalty: float = setting(0.0, "as rollout.presence_penalty, for these scores")
-    frequency_penalty: float = setting(0.0, "as rollout.frequency_penalty, for these scores")
-    repetition_penalty: float = setting(1.0, "as rollout.repetition_penalty, for these scores")
-    min_tokens: int = setting(0, "as rollout.min_tokens, for these scores", "tokens")
-    k: tuple[int, ...] = setting(
-        (1,), "values of k in pass@k, maj@k and best@k; at most n", items=int
-    )
+    shots: int = setting(0, "examples before each question, from shots_file", at_least=0)
+    shots_file: str = setting("", ".jsonl or .parquet, with question and answer (or response)")
+    n: int = setting(1, "per problem; greedy has one, at temperature 0", "responses")
+    temperature: float = setting(0.0, "temperature of scores other than greedy")
+    top_p: float = setting(1.0, "as rollout.top_p")
+    top_k: int = setting(0, "as rollout.top_k")
+    min_p: float = setting(0.0, "as rollout.min_p")
+    presence_penalty: float = setting(0.0, "as rollout.presence_penalty")
+    frequency_penalty: float = setting(0.0, "as rollout.frequency_penalty")
+    repetition_penalty: float = setting(1.0, "as rollout.repetition_penalty")
+    min_tokens: int = setting(0, "as rollout.min_tokens", "tokens")
+    k: tuple[int, ...] = setting((1,), "k of pass@k, maj@k and best@k; at most n", items=int)
     responses_per_call: int = setting(
-        1024,
-        "Responses of one call of launch.evaluate; an interrupted evaluation repeats the last call",
-        "responses",
-        above=0,
+        1024, "per call of launch.evaluate; an interrupted one is repeated", "responses", above=0
     )
-    reward_model: str = setting(
-        "", "sequence classifier for best@k of launch.evaluate: Hugging Face directory or hub id"
-    )
+    reward_model: str = setting("", "classifier for best@k of launch.evaluate: directory or hub id")
     verifier: str = setting(
         "",
-        "Verifier of all held-out problems, named as in rewards.function. Empty: "
-        '"benchmark" for named benchmarks, else the verifier of the rewards.',
+        "as rewards.function; empty: benchmark for named benchmarks, else the verifier of the "
+        "rewards",
     )
-    upload: bool = setting(
-        False,
-        "True: launch.evaluate sends its figures to the trackers of config.logging, a run of the "
-        "tracker for each policy and a row for each step",
-    )
+    upload: bool = setting(False, "True: launch.evaluate sends its figures to the trackers")
     run_programs: str = setting(
         "auto",
-        "Responses of launch.evaluate whose Python programs run, so that what they give is graded: "
-        "auto: to prompts of pal, tora, tool-integrated and jiuzhang_tora; always; never",
+        "whose Python programs launch.evaluate runs: auto: prompts of pal, tora, "
+        "tool-integrated and jiuzhang_tora; always; never",
         choices=("auto", "always", "never"),
     )
-    metrics: bool = setting(False, "True: measure hidden states of evaluated responses too")
+    metrics: bool = setting(False, "True: measure hidden states too")
     metric_series: bool = setting(
         False,
-        "True: files of responses have each metric of each prefix too, a column series/METRIC; "
-        "needs evaluation.metrics=True",
+        "True: record each prefix's metrics in columns series/METRIC; needs "
+        "evaluation.metrics=True",
     )
     row_format: str = follows(
         "data.row_format", "Rows of held-out files; follows data.row_format unless set"
@@ -132,10 +109,7 @@ class Evaluation:
     stop_strings: tuple[str, ...] = follows(
         "rollout.stop_strings", "Follows rollout.stop_strings unless set", items=str
     )
-    metric_options: MetricOptions = section(
-        MetricOptions,
-        "Options of evaluation.metrics. Each field follows the field of config.metrics unless set.",
-    )
+    metric_options: MetricOptions = section(MetricOptions, "Options of evaluation.metrics.")
 
 
 def check(evaluation: Section) -> None:

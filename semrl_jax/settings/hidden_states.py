@@ -11,14 +11,12 @@ from semrl_jax.support.fields import setting
 class HiddenStates:
     source: str = setting(
         "rollout",
-        "Who computes the states that are measured: rollout, policy or none",
+        "Who computes the measured states: rollout, policy or none",
         choices=("rollout", "policy", "none"),
     )
     dtype: str = setting(
-        "bfloat16",
-        "dtype of states on the wire: bfloat16 or float32",
-        choices=("bfloat16", "float32"),
+        "bfloat16", "dtype on the wire: bfloat16 or float32", choices=("bfloat16", "float32")
     )
     compare_every: int = setting(
-        0, "how often both sources are compared; 0: never", "steps", at_least=0
+        0, "between comparisons of both sources; 0: never", "steps", at_least=0
     )

@@ -11,27 +11,15 @@ from semrl_jax.support.fields import setting
 class Logging:
     rollouts_every_steps: int = setting(
         10,
-        "How often responses are recorded, in addition to the last step and every "
-        "evaluation. 0: no response is recorded",
+        "between recorded responses, in addition to the last step and evaluations; 0: none at all",
         at_least=0,
     )
     plot_every_steps: int = setting(
-        10, "steps between two drawings of the report; 0: only at the end", at_least=0
+        10, "between drawings of the report; 0: only at the end", at_least=0
     )
     replay_every: int = setting(
-        0,
-        "How often a step is recorded for launch.replay: tokens, log-probabilities, verdicts, "
-        "advantages, and checksums of gradients and weights. 0: never. docs/replay.md",
-        "steps",
-        at_least=0,
+        0, "between records for launch.replay; 0: none. docs/replay.md", "steps", at_least=0
     )
-    wandb: str = setting(
-        "",
-        "Weights & Biases project that gets the rows too; empty: none. Needs `pip install wandb`",
-    )
-    trackio: str = setting(
-        "", "Trackio project that gets the rows too; empty: none. Needs `pip install trackio`"
-    )
-    mlflow: str = setting(
-        "", "MLflow experiment that gets the rows too; empty: none. Needs `pip install mlflow`"
-    )
+    wandb: str = setting("", "Weights & Biases project; needs `pip install wandb`")
+    trackio: str = setting("", "Trackio project; needs `pip install trackio`")
+    mlflow: str = setting("", "MLflow experiment; needs `pip install mlflow`")

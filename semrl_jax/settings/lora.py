@@ -12,34 +12,23 @@ from semrl_jax.support.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    rank: int = setting(
-        0, "rank of the adapters; 0: no adapters, all parameters are trained", at_least=0
-    )
-    alpha: float = setting(
-        32.0, "the product of an adapter's matrices is scaled by alpha / rank", above=0
-    )
+    rank: int = setting(0, "rank of the adapters; 0: all parameters are trained", at_least=0)
+    alpha: float = setting(32.0, "an adapter's product is scaled by alpha / rank", above=0)
     rank_stabilized: bool = setting(False, "True: scaled by alpha / sqrt(rank)")
     targets: tuple[str, ...] = setting(
         ("all-linear",),
-        "Modules of every layer: q_proj, ..., patterns such as *_proj, or all-linear; "
-        "repeat the flag. docs/lora.md",
+        "q_proj, ..., patterns such as *_proj, or all-linear; repeat the flag",
         items=str,
     )
     base_dtype: str = setting(
         "float32",
-        "Dtype of the frozen base, which is also the reference: float32, or bfloat16 for "
-        "half the memory",
+        "dtype of the base, which is also the reference: float32 or bfloat16",
         choices=DTYPES,
     )
     dropout: float = setting(
-        0.0,
-        "Share of an adapter's inputs that are 0 in the update, by config.seed; the others are "
-        "divided by 1 - dropout",
-        within="[0, 1)",
+        0.0, "share of an adapter's inputs that are 0 in the update", within="[0, 1)"
     )
-    path: str = setting(
-        "", "Directory in PEFT's format with the adapter to start from; empty: a new adapter"
-    )
+    path: str = setting("", "directory in PEFT's format to start from; empty: new adapters")
 
 
 def check(lora: Section) -> None:

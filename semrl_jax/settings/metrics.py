@@ -29,65 +29,48 @@ def _window(config: ml_collections.ConfigDict) -> ml_collections.FieldReference:
 @dataclasses.dataclass(frozen=True)
 class Metrics:
     stride: int = setting(
-        40,
-        "Tokens between two measured prefixes of a response; ERA needs 3 strides",
-        "tokens",
-        above=0,
+        40, "between two measured prefixes of a response; ERA needs 3 strides", "tokens", above=0
     )
     dataset_stride: int = setting(
-        20,
-        "Responses between two measured prefixes of a batch; 0: not measured",
-        "responses",
-        at_least=0,
+        20, "between two measured prefixes of a batch; 0: not measured", "responses", at_least=0
     )
     window: str = derived(
         _window,
-        "Which prefixes velocity and acceleration compare: exact, release or later. "
-        "Follows shaping.reproduce_release unless set",
+        "Prefixes that velocity and acceleration compare: exact, release or later. Follows "
+        "shaping.reproduce_release unless set",
         choices=WINDOWS,
     )
-    method: str = setting(
-        "gram", "decomposition: gram, or svd, which is slower and has 5 digits", choices=METHODS
-    )
+    method: str = setting("gram", "gram; or svd, slower, with 5 digits", choices=METHODS)
     names: tuple[str, ...] = setting(
-        ("effective_rank",),
-        "metrics of a response's states: built in, or of your own; docs/extending.md",
+        ("effective_rank",), "metrics of a response, built in or your own; docs/extending.md"
     )
     of_groups: tuple[str, ...] = setting(
         (),
-        "metrics of each group's mean states: elliptical_novelty, log_determinant, "
-        "lidar; docs/metrics.md",
+        "metrics of each group's mean states: elliptical_novelty, log_determinant, lidar; "
+        "docs/metrics.md",
         each=GROUP_METRICS,
     )
     drift_every: int = setting(
-        0,
-        "How often the final states of policy and reference are compared, by a forward "
-        "pass of both; 0: never",
-        "steps",
-        at_least=0,
+        0, "between comparisons of final states with the reference's; 0: never", "steps", at_least=0
     )
     probes: tuple[str, ...] = setting(
-        (), "Your own numbers for the log: modules, repeat the flag; docs/extending.md", items=str
+        (),
+        "modules with your own numbers for the log, repeat the flag; docs/extending.md",
+        items=str,
     )
     layers: tuple[int, ...] = setting(
-        (-1,),
-        "layers whose states are measured; -1: the final one; i: the input of layer i",
-        items=int,
+        (-1,), "-1: the final layer; i: the input of layer i", items=int
     )
     placement: str = setting(
         "trainer",
-        "Where it is measured: trainer, or rollout: on the replica, which then sends no states",
+        "trainer; or rollout, on the replica, which then sends no states",
         choices=("trainer", "rollout"),
     )
     num_threads: int = setting(
         1, "host threads that measure", "threads", above=0, at_most=1024, may_change=True
     )
     device_batch: int = setting(
-        0,
-        "0: measured on the host, in num_threads threads. N: N responses at a time on "
-        "the accelerator",
-        "responses",
-        at_least=0,
+        0, "N responses at a time on the accelerator; 0: on the host", "responses", at_least=0
     )
 
 

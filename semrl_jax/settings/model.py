@@ -12,34 +12,28 @@ from semrl_jax.support.fields import setting
 @dataclasses.dataclass(frozen=True)
 class Model:
     path: str = setting(
-        "",
-        "Hugging Face directory or hub id; or a run or one of its checkpoints, copied to "
-        "WORKDIR/start. Empty: a random model",
+        "", "Hugging Face directory, hub id, run or checkpoint of a run; empty: a random model"
     )
     family: str = setting(
         "",
-        'A family of semrl_jax/models/families, or "my_package.my_module" with your own; '
-        "empty: by the model_type in config.json, qwen2 for a random model",
+        'A family of semrl_jax/models/families or "my_package.my_module"; empty: by config.json, '
+        "else qwen2",
     )
     compute_dtype: str = setting(
         "float32", "Dtype of activations: float32 or bfloat16", choices=DTYPES
     )
     param_dtype: str = setting(
         "float32",
-        "Dtype of the trained parameters: float32, or bfloat16 with float32 copies in the"
-        " optimiser (docs/memory.md)",
+        "Dtype of parameters: float32, or bfloat16 with float32 copies in the optimiser. "
+        "docs/memory.md",
         choices=DTYPES,
     )
     reference_path: str = setting(
         "",
-        "Hugging Face directory or hub id of the reference, such as a teacher with the same "
-        "tokenizer; empty: the weights that training starts from",
+        "directory or hub id, such as of a teacher with the same tokenizer; empty: the "
+        "weights that training starts from",
     )
-    reference_dtype: str = setting(
-        "float32",
-        "Dtype of the reference: float32, or bfloat16, which takes half the memory",
-        choices=DTYPES,
-    )
+    reference_dtype: str = setting("float32", "float32 or bfloat16", choices=DTYPES)
     remat: str = setting(
         "dots",
         "What the backward pass recomputes: none, dots (all but the products) or full; "
@@ -49,21 +43,17 @@ class Model:
     )
     attention: str = setting(
         "auto",
-        "Attention of whole sequences: xla; splash, a fused kernel for TPUs; triton, one "
-        "for GPUs; auto: splash on TPUs where model and mesh allow it, else xla",
+        "xla; splash, a kernel for TPUs; triton, one for GPUs; auto: splash on TPUs where it "
+        "can be used, else xla",
         choices=ATTENTION_KERNELS,
         may_change=True,
     )
-    hidden_size: int = setting(
-        128, "width of a random model; the sizes are not read with model.path", above=0
-    )
-    intermediate_size: int = setting(256, "width of the feed-forward layers of a random model")
+    hidden_size: int = setting(128, "width of a random model", above=0)
+    intermediate_size: int = setting(256, "feed-forward width of a random model")
     num_layers: int = setting(3, "layers of a random model")
     num_heads: int = setting(4, "query heads of a random model; they divide hidden_size", above=0)
     num_kv_heads: int = setting(2, "key and value heads of a random model; they divide num_heads")
-    tie_embeddings: bool = setting(
-        True, "Whether input and output of a random model share one matrix"
-    )
+    tie_embeddings: bool = setting(True, "one matrix for input and output of a random model")
 
 
 def check(model: Section) -> None:

@@ -17,32 +17,26 @@ class Steps:
     )
     learning_rate_schedule: str = setting(
         "constant",
-        "Rate after the warm-up: constant, or linear or cosine down to "
-        "learning_rate_final_fraction at the end of the run",
+        "after the warm-up: constant, or linear or cosine down to learning_rate_final_fraction",
         choices=SCHEDULES,
     )
     learning_rate_final_fraction: float = setting(
-        0.0, "linear, cosine: share of the learning rate that is left", within="[0, 1]"
+        0.0, "linear, cosine: share of the rate that is left", within="[0, 1]"
     )
     adam_b1: float = setting(0.9, "adamw: decay of the mean of gradients", within="[0, 1)")
     adam_b2: float = setting(
         0.999, "adamw: decay of the mean of squared gradients", within="[0, 1)"
     )
     weight_decay: float = setting(0.01, "times the learning rate, per step", at_least=0)
-    max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down to it", above=0)
+    max_grad_norm: float = setting(1.0, "larger gradients are scaled down to it", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    name: str = setting(
-        "adamw",
-        'adamw or adafactor, or "my_package.my_module" with one of your own, docs/extending.md',
-    )
+    name: str = setting("adamw", 'adamw, adafactor, or "my_package.my_module" (docs/extending.md)')
     options: dict = section(dict, "options without a field below")
     first_moment_dtype: str = setting(
-        "float32",
-        "adamw, adafactor: dtype of the mean of gradients: float32 or bfloat16",
-        choices=DTYPES,
+        "float32", "dtype of the mean of gradients: float32 or bfloat16", choices=DTYPES
     )
     momentum: float = setting(0.0, "adafactor: decay of the mean of its steps; 0: none")
-    decay_exponent: float = setting(0.8, "adafactor: of the decay of the mean of squares")
+    decay_exponent: float = setting(0.8, "adafactor: exponent of the decay of the mean of squares")

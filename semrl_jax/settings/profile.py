@@ -14,8 +14,7 @@ from semrl_jax.support.fields import setting
 class Profile:
     steps: str = setting(
         "",
-        "Steps of a JAX profile in WORKDIR/profile: 3:6 for the steps 3, 4 and 5. Empty: "
-        "none. docs/performance.md",
+        "3:6 profiles the steps 3, 4 and 5 into WORKDIR/profile; empty: none. docs/performance.md",
     )
 
 

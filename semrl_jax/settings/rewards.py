@@ -24,30 +24,21 @@ TAKEN_NAMES = ("shaped",)  # the log has reward/shaped/mean of its own
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel:
-    path: str = setting("", "Hugging Face directory or hub id of a sequence classifier")
-    dtype: str = setting(
-        "float32", "float32, or bfloat16, which takes half the memory", choices=DTYPES
-    )
+    path: str = setting("", "directory or hub id of a sequence classifier")
+    dtype: str = setting("float32", "float32 or bfloat16", choices=DTYPES)
     tokenizer: str = setting(
         "policy",
-        "policy: the model has the policy's tokenizer and reads its token ids. own: question and "
-        "response go as text through the model's own chat template and tokenizer",
+        "policy: it reads the policy's token ids; own: the text, through its own chat "
+        "template and tokenizer",
         choices=("policy", "own"),
     )
-    chat_template: str = setting(
-        "", "Jinja file in place of the model's own chat template; only with tokenizer='own'"
-    )
+    chat_template: str = setting("", "own: Jinja file in place of its chat template")
     max_tokens: int = setting(
-        0,
-        "Longest sequence that the model reads with tokenizer='own'; longer ones are truncated. "
-        "0: its context",
-        at_least=0,
-        at_most=2**31 - 1,
+        0, "own: longer sequences are truncated; 0: its context", at_least=0, at_most=2**31 - 1
     )
     truncation: str = setting(
         "right",
-        "Where a sequence of more than max_tokens loses tokens: right, in the response, as in "
-        "verl; left, in the question",
+        "own: which end of a long sequence goes: right, the response's, or left, the question's",
         choices=("right", "left"),
     )
 
@@ -55,28 +46,26 @@ class RewardModel:
 @dataclasses.dataclass(frozen=True)
 class Rewards:
     function: str = setting(
-        "",
-        'A built-in verifier, or "package.module:name" of your own; empty: math. docs/verifiers.md',
+        "", 'A built-in verifier or "package.module:name"; empty: math. docs/verifiers.md'
     )
     functions: tuple[str, ...] = setting(
         (),
-        "Several functions, summed: FUNCTION, or FUNCTION:weight=0.5:name=NAME; repeat "
-        'the flag. "model" is the score of rewards.model; if it is alone, '
-        "rewards.function tells which responses are correct.",
+        "Several, summed: FUNCTION, or FUNCTION:weight=0.5:name=NAME; repeat the flag. model: "
+        "the score of rewards.model; if alone, rewards.function decides what is correct",
         items=str,
     )
     model: RewardModel = section(RewardModel)
     failure_score: float = setting(
-        0.0, "score if your function raises, hangs or returns no verdict", within=SCORES
+        0.0, "score if a function raises, hangs or returns no verdict", within=SCORES
     )
-    memory_limit_gib: float = setting(
-        2.0, "limit of one worker; 0: no limit", at_least=0, at_most=2**20
-    )
+    memory_limit_gib: float = setting(2.0, "limit of a worker; 0: none", at_least=0, at_most=2**20)
     mode: str = setting(
-        "independent", "correctness and the box count; mix: only correctness", choices=MODES
+        "independent",
+        "independent: correctness and the box count; mix: only correctness",
+        choices=MODES,
     )
     unboxed_penalty: float = setting(
-        -1.0, "Score of wrong and unboxed responses, in independent mode", within=SCORES
+        -1.0, "independent: score of wrong, unboxed responses", within=SCORES
     )
     timeout_s: float = setting(10.0, "limit of one call of a verifier", above=0, at_most=2**31)
     num_workers: int = setting(
@@ -84,12 +73,10 @@ class Rewards:
     )
     majority: bool = setting(
         False,
-        "True: a response is rewarded with 1 for the answer that most of its group have, else 0; "
-        "references count in the log, for a curriculum and keep_groups_by (TTRL)",
+        "True: reward 1 for the answer of most of its group, else 0 (TTRL); references count "
+        "in the log, for a curriculum and keep_groups_by",
     )
-    shuffle: bool = setting(
-        False, "True: permute rewards over the batch, a control that must not learn"
-    )
+    shuffle: bool = setting(False, "True: permute rewards over the batch, as a control")
 
 
 class RewardFunction(NamedTuple):

@@ -29,19 +29,18 @@ class Rollout:
     )
     addresses_file: str = setting(
         "",
-        "File with one host:port a line, in place of addresses; read again before each "
-        "sync of weights, so that replicas may join and leave. docs/clusters.md",
+        "File with one host:port a line in place of addresses; read before each sync. "
+        "docs/clusters.md",
         may_change=True,
     )
     engine: str = setting(
         "jax",
-        "engine of the trainer's own replica: jax (embedded) or vllm (a child process)",
+        "engine of the trainer's own replica: jax, embedded, or vllm, a child process",
         choices=ENGINES,
     )
     recorded: str = setting(
         "",
-        "Run directory whose recorded responses (logging.replay_every) take the place of sampling. "
-        "launch.replay sets it; empty: sampling",
+        "Set by launch.replay: run whose recorded responses take the place of sampling",
         may_change=True,
     )
     token_file: str = setting(
@@ -53,8 +52,7 @@ class Rollout:
     group_size: int = setting(8, "responses per prompt", "responses", above=0)
     groups_per_call: int = setting(
         0,
-        "N: a free replica gets the next N prompts. 0: each gets an equal part of the "
-        "batch. docs/clusters.md",
+        "N: a free replica gets the next N; 0: each gets an equal part. docs/clusters.md",
         "prompts",
         at_least=0,
         may_change=True,
@@ -62,10 +60,10 @@ class Rollout:
     temperature: float = setting(1.0, "temperature of the sampling; 0 is greedy", at_least=0)
     top_p: float = setting(
         1.0,
-        "sample from the most probable tokens with this sum of probabilities; 1: all",
+        "sample from the most probable tokens with this total probability; 1: all",
         within="(0, 1]",
     )
-    top_k: int = setting(0, "sample from this many most probable tokens; 0: all", at_least=0)
+    top_k: int = setting(0, "sample from this many tokens; 0: all", at_least=0)
     min_p: float = setting(
         0.0,
         "sample from tokens with this share of the largest probability; 0: all",
@@ -73,37 +71,32 @@ class Rollout:
     )
     presence_penalty: float = setting(
         0.0,
-        "subtracted from the logit of each token that the response has; docs/data.md",
+        "subtracted from logits of tokens in the response; docs/data.md",
         within=DISTRIBUTION["presence_penalty"],
     )
     frequency_penalty: float = setting(
-        0.0,
-        "as presence_penalty, times the number of such tokens in the response",
-        within=DISTRIBUTION["frequency_penalty"],
+        0.0, "as presence_penalty, times their number", within=DISTRIBUTION["frequency_penalty"]
     )
     repetition_penalty: float = setting(
         1.0,
-        "divides positive logits, and multiplies others, of tokens of prompt and response",
+        "divides positive logits and multiplies others of tokens in prompt and response",
         within=DISTRIBUTION["repetition_penalty"],
     )
-    min_tokens: int = setting(
-        0, "a response has at least as many before its end token", "tokens", at_least=0
-    )
+    min_tokens: int = setting(0, "least number before an end token", "tokens", at_least=0)
     max_prompt_tokens: int = setting(512, "longer prompts of files are left out", above=0)
     max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
     stop_token_ids: tuple[int, ...] = setting(
-        (), "token ids that end a response, in addition to the end token. docs/data.md", items=int
+        (), "ids that end a response, in addition to the end token. docs/data.md", items=int
     )
     stop_words: tuple[str, ...] = setting(
-        (), "Words of one token that end a response, or verl:llama, ...; repeat the flag", items=str
+        (), "words of one token that end a response, or verl:llama, ...; repeat the flag", items=str
     )
     stop_strings: tuple[str, ...] = setting(
-        (), "Texts that end a response; they may span tokens; repeat the flag", items=str
+        (), "texts that end a response; they may span tokens; repeat the flag", items=str
     )
     in_flight: str = setting(
         "wait",
-        "wait: new weights come between responses. keep, with max_staleness of at least 2: "
-        "a response goes on with new weights. docs/ahead.md",
+        "wait: new weights come between responses; keep: within them. docs/ahead.md",
         choices=("wait", "keep"),
     )
     weight_dtype: str = setting(
@@ -111,15 +104,13 @@ class Rollout:
     )
     max_staleness: int = setting(
         0,
-        "Lag k: the batch of step s is sampled with the weights of step max(0, s - k), "
-        "during the updates between. docs/ahead.md",
+        "Lag k: weights of step s - k sample the batch of step s. docs/ahead.md",
         "steps",
         at_least=0,
     )
     in_turns: bool = setting(
         False,
-        "True: trainer and replicas have the same devices in turns. All that training keeps is on "
-        "the host while they sample, and they sleep during the update. docs/memory.md",
+        "True: trainer and replicas have the same devices in turns. docs/memory.md",
         may_change=True,
     )
     connect_timeout_s: float = setting(
@@ -127,88 +118,71 @@ class Rollout:
     )
     call_timeout_s: float = setting(
         7200.0,
-        "Limit of one batch of responses or one sync, retries included",
+        "limit of a batch of responses or a sync, retries included",
         above=0,
         may_change=True,
     )
     sync_wait_s: float = setting(
-        60.0,
-        "limit for slower replicas, once one of them has new weights",
-        above=0,
-        may_change=True,
+        60.0, "limit for other replicas, once one has new weights", above=0, may_change=True
     )
     stall_timeout_s: float = setting(
-        600.0,
-        "Longest silence of a replica or client, compilation included",
-        above=0,
-        may_change=True,
+        600.0, "longest silence of a replica, compilation included", above=0, may_change=True
     )
     jax_processes: int = setting(
-        0,
-        "child processes of the trainer that sample; 0: the trainer itself, in between",
-        "processes",
-        at_least=0,
+        0, "child processes that sample; 0: the trainer itself", "processes", at_least=0
     )
     jax_process_cores: int = setting(
-        0,
-        "cores that the trainer leaves to each child process; 0: all share all",
-        "cores",
-        at_least=0,
+        0, "cores of each child process; 0: all share all", "cores", at_least=0
     )
     jax_max_batch: int = setting(
         128,
-        "responses decoded side by side; on a CPU, divided among the cores",
+        "responses decoded side by side; a CPU divides them among its cores",
         "responses",
         above=0,
     )
     jax_chunk_tokens: int = setting(16, "decoded tokens between two transfers", above=0)
     jax_tensor_parallelism: int = setting(
-        1,
-        "Devices of this process that share one copy of the weights. -1: all that "
-        "jax_data_parallelism leaves",
-        "devices",
-        may_change=True,
+        1, "devices of a copy of the weights; -1: the rest", "devices", may_change=True
     )
     jax_data_parallelism: int = setting(
         1,
-        "Copies of the weights that share the responses, a power of two. -1: as many as "
-        "jax_tensor_parallelism leaves devices for. docs/clusters.md",
+        "copies of the weights, a power of two; -1: the rest. docs/clusters.md",
         "devices",
         may_change=True,
     )
     vllm_python: str = setting(
-        ".venv-vllm/bin/python",
-        "Python of vLLM's environment, third_party/vllm_patch/README.md.",
-        may_change=True,
+        ".venv-vllm/bin/python", "Python of vLLM's environment", may_change=True
     )
     vllm_max_num_seqs: int = setting(
         256, "responses decoded side by side", "responses", above=0, may_change=True
     )
     vllm_max_num_batched_tokens: int = setting(
-        0, "most tokens of an engine step; 0: vLLM's default", at_least=0, may_change=True
+        0, "per engine step; 0: vLLM's default", at_least=0, may_change=True
     )
     vllm_tensor_parallelism: int = setting(
         1, "devices of a replica", "devices", above=0, may_change=True
     )
     vllm_gpu_memory_utilization: float = setting(
         0.9,
-        "share of a GPU, or of the machine without one, for weights and cache",
+        "share of a GPU, else of the machine, for weights and cache",
         within="(0, 1]",
         may_change=True,
     )
     vllm_kv_cache_gib: float = setting(
-        0.0, "size of the cache; 0: the rest of that memory, on CPU 4", at_least=0, may_change=True
+        0.0,
+        "size of the cache; 0: the rest of that memory, 4 on a CPU",
+        at_least=0,
+        may_change=True,
     )
     vllm_enforce_eager: bool = setting(
-        False, "True: no compilation, starts in half the time", may_change=True
+        False, "True: no compilation, a start in half the time", may_change=True
     )
     vllm_inner_states: bool = setting(
-        False, "True: gives hidden states of all layers, without compilation, in more memory"
+        False, "True: states of all layers, without compilation, in more memory"
     )
     vllm_quantization: str = setting(
         "",
-        "Rounds the weights that arrive to 8 bits: fp8_per_channel, fp8_per_tensor or "
-        "fp8_per_block; empty: no. docs/vllm.md",
+        "8-bit weights: fp8_per_channel, fp8_per_tensor or fp8_per_block; empty: no. docs/vllm.md",
         choices=QUANTIZATIONS,
         may_change=True,
     )

@@ -17,7 +17,7 @@ TOO_LONG = ("drop", "truncate", "refuse")
 class Sft:
     files: tuple[str, ...] = setting(
         (),
-        "Conversations, .jsonl and .parquet, repeat the flag; empty: launch.sft warm-starts",
+        "conversations, .jsonl or .parquet, repeat the flag; empty: launch.sft warm-starts",
         items=str,
         may_change=True,
     )
@@ -26,22 +26,22 @@ class Sft:
     )
     evaluation_every_steps: int = setting(
         50,
-        "steps between evaluations, also before the first and after the last step; 0: never",
+        "between evaluations, also before the first and after the last; 0: never",
         at_least=0,
         may_change=True,
     )
     row_format: str = setting(
         "messages", "rows of the files: messages or prompt_completion", choices=ROW_FORMATS
     )
-    messages_field: str = setting("messages", "field of a row with the list of messages")
+    messages_field: str = setting("messages", "field with the list of messages")
     prompt_fields: tuple[str, ...] = setting(
-        ("prompt",), "prompt_completion: fields that make the prompt, joined by a space", items=str
+        ("prompt",), "prompt_completion: fields of the prompt, joined by a space", items=str
     )
     completion_field: str = setting("completion", "prompt_completion: field with the completion")
     template: str = setting("auto", "as data.template", may_change=True)
     system_prompt: str = setting("", "system prompt for the template chat")
     add_special_tokens: bool = setting(True, "as data.add_special_tokens", may_change=True)
-    chat_template: str = setting("", "Jinja file that replaces the tokenizer's chat template")
+    chat_template: str = setting("", "Jinja file in place of the tokenizer's template")
     skip_bad_rows: bool = setting(False, "as data.skip_bad_rows")
     max_tokens: int = setting(2048, "limit of a conversation, template included")
     too_long: str = setting(
@@ -49,9 +49,9 @@ class Sft:
     )
     num_epochs: int = setting(1, "passes over the conversations", "epochs", above=0)
     num_steps: int = setting(0, "optimiser steps; above 0, replaces num_epochs", at_least=0)
-    batch_size: int = setting(64, "conversations of an optimiser step", "conversations", above=0)
+    batch_size: int = setting(64, "per optimiser step", "conversations", above=0)
     batch_tokens: int = setting(
-        0, "above 0, replaces batch_size: most tokens of an optimiser step", at_least=0
+        0, "most per optimiser step; above 0, replaces batch_size", at_least=0
     )
     micro_batch_size: int = setting(
         8, "as training.micro_batch_size", "conversations", above=0, may_change=True
@@ -69,15 +69,15 @@ class Sft:
         "cosine", "rate after the warm-up: cosine, linear or constant", choices=SCHEDULES
     )
     warmup_fraction: float = setting(
-        0.03, "share of the steps in which the rate rises linearly", within="[0, 1]"
+        0.03, "share of steps in which the rate rises", within="[0, 1]"
     )
     final_fraction: float = setting(
-        0.0, "share of the highest rate, at the end of cosine and linear", within="[0, 1]"
+        0.0, "linear, cosine: share of the rate that is left", within="[0, 1]"
     )
     adam_b1: float = setting(0.9, "adamw: decay of the mean of gradients", within="[0, 1)")
     adam_b2: float = setting(0.95, "adamw: decay of the mean of squared gradients", within="[0, 1)")
     weight_decay: float = setting(0.01, "times the learning rate, per step", at_least=0)
-    max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down to it", above=0)
+    max_grad_norm: float = setting(1.0, "larger gradients are scaled down to it", above=0)
 
 
 def check(sft: Section) -> None:

@@ -10,22 +10,19 @@ from semrl_jax.support.fields import derived, part_of, setting
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-    num_steps: int = setting(0, "optimiser steps; 0: no warm start", at_least=0)
+    num_steps: int = setting(0, "optimiser steps; 0: none", at_least=0)
     num_demonstrations: int = setting(
-        20_000, "demonstrations that are generated and repeated", "sequences", above=0
+        20_000, "demonstrations, generated, and repeated", "sequences", above=0
     )
-    batch_size: int = setting(64, "sequences of an optimiser step", "sequences", above=0)
+    batch_size: int = setting(64, "per optimiser step", "sequences", above=0)
     micro_batch_size: int = derived(
         lambda config: part_of(config.warm_start.get_ref("batch_size"), 16),
-        "Sequences of one forward and backward pass; divides batch_size. Default: 16 if "
-        "that divides it, else all",
+        "per pass; divides batch_size. Default: 16 if that divides it, else all",
         "sequences",
         above=0,
     )
-    learning_rate: float = setting(2e-3, "learning rate of the warm start", above=0)
-    forget_probability: float = setting(
-        0.8, "probability that the teacher drops a carry", within="[0, 1]"
-    )
+    learning_rate: float = setting(2e-3, "learning rate", above=0)
+    forget_probability: float = setting(0.8, "probability of a dropped carry", within="[0, 1]")
 
 
 def check(warm_start: Section) -> None:

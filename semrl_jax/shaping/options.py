@@ -51,36 +51,30 @@ class ShapingOptions:
       guidance: the indicator the meta-controller reads; one of `indicators` or another.
     """
 
-    target: str = setting(
-        "advantage", "What the bonus is added to: advantage, reward, both or none"
-    )
+    target: str = setting("advantage", "What gets the bonus: advantage, reward, both or none")
     mixing: str = setting(
-        "adaptive", "Weight of exploration: adaptive, by the guidance; half, 0.5; sum, no mixing."
+        "adaptive", "Weight of exploration: adaptive, by the guidance; half, 0.5; sum, no mixing"
     )
-    scale: str = setting(
-        "fixed", "Scale of the bonus: fixed, or performance, which falls as the mean reward rises"
-    )
+    scale: str = setting("fixed", "fixed; or performance: the bonus falls as the mean reward rises")
     reproduce_release: bool = setting(
         False,
-        "With the defects of the release: bonus on the last token, late baselines from zero, zeros "
+        "With the release's defects: bonus on the last token, late baselines from zero, zeros "
         "for short responses, metrics.window=release unless set; docs/verl.md",
     )
     alpha: float | int = setting(0.3, "update rate of the baselines, in (0, 1]")
-    gain: float | int = setting(2.0, "how strongly the guidance changes the weight of exploration")
+    gain: float | int = setting(2.0, "effect of the guidance on the weight of exploration")
     eta: float | int = setting(1.0, "strength of the bonus; 0: none")
     kappa: float | int = setting(2.0, "the bonus is at most |A| / kappa")
     indicators: Sequence[str] = setting(
-        INDICATORS, "metrics whose deviation from their baselines gives the bonus"
+        INDICATORS, "metrics whose deviations from their baselines give the bonus"
     )
     explore_weights: Sequence[float | int] = setting(
-        (0.0, 0.0, 1.0), "One weight per indicator, in the mixture for exploration"
+        (0.0, 0.0, 1.0), "a weight per indicator, for exploration"
     )
     exploit_weights: Sequence[float | int] = setting(
-        (0.0, 1.0, 0.0), "One weight per indicator, in the mixture for exploitation"
+        (0.0, 1.0, 0.0), "a weight per indicator, for exploitation"
     )
-    guidance: str = setting(
-        GUIDANCE, "The indicator that decides between exploration and exploitation"
-    )
+    guidance: str = setting(GUIDANCE, "indicator that decides between exploration and exploitation")
 
     def __post_init__(self) -> None:
         for field, choices in CHOICES.items():

@@ -36,20 +36,19 @@ def _per_token(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind))
 
 
-_RECORD = "only in [records](replay.md#records);"
 TEXT, WHOLE, NUMBER, FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 COLUMNS = {
     "step": Column(WHOLE, "step of the weights that sampled the response; only in a run"),
     "benchmark": Column(TEXT, "data source of the prompt; not in training steps"),
     "group_id": Column(
         WHOLE,
-        "number of the prompt from 0: in the run's training or problems, in the benchmark of "
-        "`launch.evaluate`, or the row of the files of `launch.generate`",
+        "number of the prompt from 0, in the run, in the benchmark of `launch.evaluate`, or in the "
+        "files of `launch.generate`",
     ),
     "sample_index": Column(WHOLE, "number of the response to its prompt, from 0"),
     "question": Column(TEXT, "what the user asks, without the template; not in a run"),
     "prompt": Column(
-        TEXT, "with template, in a run with special tokens too; not in `launch.evaluate`"
+        TEXT, "with template, in a run also with special tokens; not in `launch.evaluate`"
     ),
     "reference": Column(TEXT, "reference answer; null without one"),
     "problem_type": Column(TEXT, 'such as "Algebra", or ""; only in `launch.evaluate`'),
@@ -76,7 +75,7 @@ COLUMNS = {
     "finish_reason": Column(
         TEXT,
         "`eos`; `stop`: a stop token, word or [string](data.md#where-a-response-ends); `length`; "
-        "`aborted`; `prompt_too_long` for a problem that was not sampled",
+        "`aborted`; `prompt_too_long`: not sampled",
     ),
     "num_tokens": Column(WHOLE, "tokens that the policy sampled"),
     "mean_logprob": Column(NUMBER, "mean of their `rollout_logprobs`; NaN without one"),
@@ -92,8 +91,8 @@ COLUMNS = {
     ),
     "response_mask": Column(
         _per_token(FLAG),
-        "false on context that the policy did not sample, whose log-probability is 0; only if a "
-        "response has context",
+        "false on context that the policy did not sample, with log-probability 0; only if there is "
+        "context",
     ),
     "conversations": Column(
         _per_token(pa.int32()),
@@ -110,23 +109,23 @@ COLUMNS = {
     ),
     **{
         f"turn_effective_rank{order}": Column(
-            _per_token(pa.float32()),
-            f"{name} of the tokens of each turn, if it was measured; NaN where not valid",
+            _per_token(pa.float32()), f"{name} of each turn, if measured; NaN where not valid"
         )
         for order, name in (("", "ER"), ("_velocity", "ERV"), ("_acceleration", "ERA"))
     },
     "effective_ranks": Column(
         _per_token(pa.float32()),
-        "ER of each prefix that ERV and ERA are computed from; only in a run, if it was measured",
+        "ER of each prefix that ERV and ERA are computed from; only in a run, if measured",
     ),
-    "reward": Column(NUMBER, f"{_RECORD} what the update was given for the response"),
+    # From here on to mean_states: only in records.
+    "reward": Column(NUMBER, "what the update was given for the response"),
     "weight_spans": Column(
         _per_token(pa.int32()),
-        f"{_RECORD} three numbers for each part of the response with weights of its own: step of "
-        "the weights, first token, token after the last",
+        "three numbers for each part with weights of its own: step of the weights, first token, "
+        "token after the last",
     ),
     **{
-        name: Column(_per_token(kind), f"{_RECORD} {meaning}")
+        name: Column(_per_token(kind), meaning)
         for name, kind, meaning in (
             ("old_logprobs", pa.float32(), "log-probability under the policy before the update"),
             ("ref_logprobs", pa.float32(), "log-probability under the reference, if computed"),
@@ -137,8 +136,7 @@ COLUMNS = {
             (
                 "mean_states",
                 pa.float32(),
-                "mean hidden states of the measured layers, one after "
-                "the other, if they were measured",
+                "mean states of the measured layers, one after the other, if measured",
             ),
         )
     },
@@ -149,8 +147,7 @@ COLUMNS = {
     ),
     "series/<metric>": Column(
         _per_token(pa.float32()),
-        "the metric of each prefix that its velocity and acceleration are computed from, in the "
-        "final layer; with `evaluation.metric_series`",
+        "the metric of each prefix, in the final layer; with `evaluation.metric_series`",
     ),
 }
 KEYS = ("group_id", "sample_index")  # of a response among those of a benchmark

@@ -55,7 +55,7 @@ def test_every_field_has_a_line_with_its_origin(explained):
     assert lines["evaluation.n"] == "evaluation.n = 3 responses  [--n; default 1]"
     assert lines["data.task"] == "data.task = files  [set by the command; default arithmetic]"
     assert lines["model.path"] == "model.path = ''  [default]"
-    assert "    of all random numbers\n" in out
+    assert "    Seed of all random numbers\n" in out
 
 
 def test_a_wrong_config_is_explained_too(explained):
