@@ -98,7 +98,7 @@ def test_an_evaluation_is_no_idle_time_and_keeps_no_weights(monkeypatch):
     idle_s = []
     with ahead_of(sampler=sampler_of()) as source:
         for step in range(3):
-            source.offer(({}, {}), step)
+            source.offer(({"layers": {}}, {"layers": {}}), step)
             for _ in range(2):  # two ways of sampling
                 source.sample([], {})
                 assert source.sampler.weights.step == step
@@ -117,7 +117,7 @@ def test_a_row_has_the_events_of_its_batch_and_of_the_evaluations_before(monkeyp
     numbers, rows = itertools.count(), []
     with ahead_of(sampler=sampler_of(), count=lambda: {"events": 10.0 ** next(numbers)}) as source:
         for step in range(3):
-            source.offer(({}, {}), step)
+            source.offer(({"layers": {}}, {"layers": {}}), step)
             if step == 1:
                 source.sample([], {})  # after the batch of step 1, before that of step 2
             rows.append(source.next(step, (0, 0), Clock()).scalars["events"])

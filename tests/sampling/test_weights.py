@@ -40,7 +40,7 @@ def both(*calls):
 class Losing:
     """A client whose replicas always fail after the first tensor."""
 
-    def sync_weights(self, specs, read, step):
+    def sync_weights(self, specs, read, step, **_):
         for _ in itertools.count():
             next(iter(read()))
 
