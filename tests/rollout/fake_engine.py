@@ -108,7 +108,7 @@ class FakeEngine(Engine):
         return self._specs
 
     def adapter_modules(self) -> Sequence[str]:
-        return ("mlp.up_proj",)
+        return ("mlp.up_proj", "mlp.down_proj")
 
     def begin_weight_update(
         self, specs: Sequence[TensorSpec], adapter: Adapter | None = None
