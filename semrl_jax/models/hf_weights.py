@@ -254,7 +254,7 @@ def iterate_hf_tensors(
 def iterate_base_tensors(
     params: Params, config: DecoderConfig, dtype: str, *, on_host: bool = True
 ) -> Iterator[tuple[TensorSpec, np.ndarray | Array]]:
-    """As `iterate_hf_tensors`, without the adapters."""
+    """`iterate_hf_tensors` of the base: adapters are left out."""
     return _iterate(without_adapters(params), hf_tensors(config), dtype, on_host)
 
 

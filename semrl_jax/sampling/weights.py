@@ -60,7 +60,7 @@ class WeightSync:
     peers: Processes
     stop: StopRequest | StopElsewhere
     reporter: Reporter
-    # By rank, whether all replicas of all processes apply such adapters unmerged.
+    # Whether all replicas of all processes apply adapters unmerged, by rank.
     applied: dict[int, bool] = dataclasses.field(default_factory=dict)
     base: list[np.ndarray | None] = dataclasses.field(default_factory=list)  # of `copied`
 

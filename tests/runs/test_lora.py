@@ -110,6 +110,27 @@ def test_a_resumed_run_continues_to_the_bit(finished, tmp_path, rewarded):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"rollout.in_turns": True}, {"rollout.max_staleness": 1}, {"rollout.jax_processes": 2}],
+    ids=lambda fields: "".join(fields) or "child",
+)
+def test_child_processes_get_the_adapter_alone(fields, tmp_path, rewarded):
+    """Runs that end and continue have the same numbers, although the base then comes again."""
+    fields = {"rollout.jax_processes": 1, "evaluation.every_steps": 0} | fields
+    assert train(lora_config(**fields), str(tmp_path / "whole")) == 0
+    assert train(lora_config(**fields, **{"training.num_steps": 1}), str(tmp_path / "run")) == 0
+    assert train(lora_config(**fields), str(tmp_path / "run")) == 0
+    rows, expected = (read_rows(tmp_path / name) for name in ("run", "whole"))
+    for row, want in zip(rows[:3], expected[:3], strict=True):
+        sent = row.pop("rollout/weight_bytes"), want.pop("rollout/weight_bytes")
+        print(sent)
+        for key, value in stable([want])[0].items():
+            assert stable([row])[0][key] == value, key
+        assert row["rollout/logprob_mismatch/max"] < 1e-4
+
+
+@pytest.mark.soak
 def test_commands_read_runs_and_adapters(finished, tmp_path, capsys):
     """Runs, checkpoints and directories in PEFT's format are policies and starting models."""
     expected = merged_by_hand(finished, 3)

@@ -52,9 +52,9 @@ class Weights:
     specs: Sequence[TensorSpec]  # of all tensors; those of an adapter are the last
     adapter: Adapter | None = None  # None: there is no base either
     num_base: int = 0  # tensors of the base of the adapter
-    # Of the base, once it was read. Replicas in this process know it by a random name.
+    # Digest of the base, known once it was read; for a replica in this process a random name.
     base: str = ""
-    checksums: Sequence[bytes] = ()
+    checksums: Sequence[bytes] = ()  # of the tensors of the base
 
     def missing(self, replica: Replica) -> int:
         """The first tensor that a replica does not hold."""

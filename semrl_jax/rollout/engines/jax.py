@@ -282,7 +282,7 @@ class _StagedWeights(Mapping[str, np.ndarray]):
         params: UnstackedParams,
         device_lock: contextlib.AbstractContextManager,
         adapter: Adapter | None,
-        base: Params | None,  # in use, if only those of the adapter come
+        base: Params | None,  # that stay, if only an adapter comes
     ):
         self.adapter, self._base = adapter, base
         self._specs = {spec.name: spec for spec in specs}

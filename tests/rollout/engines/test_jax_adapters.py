@@ -1,12 +1,15 @@
 """Adapters that the JAX engine applies unmerged: its numbers, its bytes, and how it gets them."""
 
 import contextlib
+import functools
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from semrl_jax import models
+from semrl_jax.jobs.mismatch import compared_weights
 from semrl_jax.models import peft
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.engines.jax import JaxEngine
@@ -41,10 +44,10 @@ def world():
     """Starts replicas with this compute dtype; `senders` has a client of all of them."""
     with contextlib.ExitStack() as stack:
 
-        def start(count=1, dtype="float32", **options):
+        def start(count=1, dtype="float32", mesh=None, **options):
             policy = models.Policy(CONFIG, dtype)
             replicas = [
-                stack.enter_context(EmbeddedReplica(JaxEngine(policy), token=TOKEN))
+                stack.enter_context(EmbeddedReplica(JaxEngine(policy, mesh=mesh), token=TOKEN))
                 for _ in range(count)
             ]
             addresses = [replica.address for replica in replicas]
@@ -90,3 +93,31 @@ def test_in_bfloat16_small_steps_arrive(world, base):
         for unmerged in (False, True)
     )
     assert unmerged < 0.6 * merged
+
+
+def test_checksums_of_a_base_and_its_adapter(world, base):
+    """`launch.mismatch` compares a replica of a run with the trainer's own two parts."""
+    _, sender = world(dtype="bfloat16")
+    params, other = (with_adapter(base, 0.3, lora_of(targets=["q_proj"]), s) for s in (1, 2))
+    sender.send(params, 0)
+    sums, reporter = sender.client.tensor_sums(), types.SimpleNamespace(line=lambda text: None)
+    compare = functools.partial(compared_weights, "jax", sums)
+    assert not compare(params, {}, CONFIG, reporter).differing
+    found = compare(other, {"before": params}, CONFIG, reporter).differing
+    assert found == {
+        f"{layer}/query/{leaf}": "before" for layer in "01" for leaf in ("lora_a", "lora_b")
+    }
+
+
+@pytest.mark.soak
+def test_a_mesh_applies_adapters(world, base):
+    params = with_adapter(base, 0.3)
+    _, one = world()
+    expected = one.sample(one.send(params, 0), make_requests(), SAMPLING)
+    shape = dict.fromkeys(models.AXES, 1) | {"tensor": 2, "replica": 2}
+    _, split = world(mesh=models.make_mesh(shape, jax.devices()[:4]))
+    split.send(with_adapter(base, 0.3, seed=8), 0)
+    actual = split.sample(split.send(params, 1), make_requests(), SAMPLING)
+    for own, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(own.response_ids, other.response_ids)
+        np.testing.assert_allclose(own.rollout_logprobs, other.rollout_logprobs, atol=2e-5)
