@@ -18,8 +18,9 @@ from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.engines.adapters import Sender, adapted, mismatch
 from tests.rollout.engines.responses import make_requests
 
+pytestmark = pytest.mark.slow
 CONFIG = models.DecoderConfig(
-    vocab_size=31, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
+    vocab_size=32, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
     num_kv_heads=1, head_dim=32, tie_embeddings=True,
 )  # fmt: skip
 SAMPLING = SamplingParams(12, 1.0)
@@ -53,7 +54,7 @@ def world():
             addresses = [replica.address for replica in replicas]
             client = RolloutClient(addresses, TOKEN, run_id="run", attempt_id="attempt", **options)
             stack.enter_context(client)
-            client.connect(model_hash=CONFIG.hash, tokenizer_hash="", vocab_size=31)
+            client.connect(model_hash=CONFIG.hash, tokenizer_hash="", vocab_size=CONFIG.vocab_size)
             return replicas, Sender(client, CONFIG, dtype)
 
         yield start
@@ -92,7 +93,7 @@ def test_in_bfloat16_small_steps_arrive(world, base):
         )
         for unmerged in (False, True)
     )
-    assert unmerged < 0.6 * merged
+    assert unmerged < 0.6 * merged  # 0.0048 and 0.0108
 
 
 def test_checksums_of_a_base_and_its_adapter(world, base):
