@@ -165,19 +165,22 @@ def vllm_engine(
             inner_states=rollout.vllm_inner_states,
             sleeps=rollout.in_turns,
             max_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
-            max_adapter_rank=_adapter_rank(config),
+            max_adapter_rank=_adapter_rank(config, architecture),
         ),
         max_prompt_tokens=longest_prompt(config),
         max_response_tokens=rollout.max_response_tokens,
     )
 
 
-def _adapter_rank(config: ml_collections.ConfigDict) -> int:
-    """The rank of adapters that vLLM applies unmerged; 0: none, or it cannot."""
+def _adapter_rank(config: ml_collections.ConfigDict, architecture: DecoderConfig) -> int:
+    """The rank of adapters that vLLM applies unmerged; 0: none, or it cannot.
+
+    With adapters, vLLM 0.32 on a CPU has no kernel for experts. 8-bit weights were not tried.
+    """
     from semrl_jax.rollout.engines.vllm import ADAPTER_RANKS
 
-    rank = config.lora.rank
-    return rank if rank <= ADAPTER_RANKS[-1] and not config.rollout.vllm_quantization else 0
+    rank, merges = config.lora.rank, architecture.experts or config.rollout.vllm_quantization
+    return rank if rank <= ADAPTER_RANKS[-1] and not merges else 0
 
 
 def _tokens(tokenizer: Any) -> data.TokenBytes | None:

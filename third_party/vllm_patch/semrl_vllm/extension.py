@@ -236,10 +236,11 @@ class RolloutExtension:
             wholes |= dict.fromkeys(parts, (whole, parts))
         found = []
         for name, shape in tensors:
-            path, module, leaf = name.rsplit(".", 2)
+            *parents, module, leaf = name.rsplit(".", 2)  # lm_head.weight has no parent
+            path = "".join(f"{parent}." for parent in parents)
             whole, parts = wholes.get(module, (module, [module]))
-            rows = [shapes.get(f"{path}.{part}.{leaf}", [0])[0] for part in parts]
-            tensor = held.get(f"{path}.{whole}.{leaf}")
+            rows = [shapes.get(f"{path}{part}.{leaf}", [0])[0] for part in parts]
+            tensor = held.get(f"{path}{whole}.{leaf}")
             if tensor is None or str(tensor.dtype) not in _BITS:
                 continue
             # A vocabulary may have rows of padding.
