@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from semrl_jax.models import tensor_specs
+from semrl_jax.models import Lora, tensor_specs
 from semrl_jax.sampling import ahead, choosing_source, replicas
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
@@ -39,6 +39,14 @@ def test_memory_that_the_queue_needs_is_compared_with_what_is_free(config, monke
     monkeypatch.setattr(choosing_source, "available_bytes", lambda: needed - 1)
     with pytest.raises(UserError, match=r"max_staleness=2 keeps .* GiB .*5 copies .*2 batches"):
         choosing_source.check_memory(config, ARCHITECTURE)
+    lora = Lora(("query",), 1, 1.0)  # 8 + 8 float32 numbers: the copies share the base
+    monkeypatch.setattr(choosing_source, "available_bytes", lambda: needed - 4 * copy + 5 * 64)
+    choosing_source.check_memory(config, ARCHITECTURE, lora)
+    with pytest.raises(UserError):
+        choosing_source.check_memory(config, ARCHITECTURE)
+    monkeypatch.setattr(choosing_source, "available_bytes", lambda: needed - 4 * copy + 5 * 64 - 1)
+    with pytest.raises(UserError):
+        choosing_source.check_memory(config, ARCHITECTURE, lora)
     config.rollout.max_staleness = 0
     choosing_source.check_memory(config, ARCHITECTURE)
 
