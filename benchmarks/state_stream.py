@@ -74,7 +74,7 @@ class StoredStates(Engine):
     def expected_tensors(self):
         return SPECS
 
-    def begin_weight_update(self, specs):
+    def begin_weight_update(self, specs, adapter=None):
         return {spec.name: np.empty(spec.num_bytes, np.uint8) for spec in specs}
 
     async def commit_weight_update(self, version) -> None:

@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -53,6 +54,31 @@ class TensorSpec:
     def num_bytes(self) -> int:
         item_size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
         return math.prod(self.shape) * item_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Which low-rank adapters a replica applies to the products of its base, unmerged."""
+
+    rank: int  # R, at least 1
+    modules: tuple[str, ...]  # of every layer, by their Hugging Face names, such as mlp.up_proj
+
+    def specs(self, base: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """The tensors of an adapter in the order of the base's: A [R, in], then B [out, R].
+
+        They are float32, and B is scaled, so that a product is x W + (x A) B.
+        """
+        found = []
+        for spec in base:
+            name = re.fullmatch(r"(model\.layers\.\d+\.(.+))\.weight", spec.name)
+            if name and name[2] in self.modules:
+                num_out, num_in = spec.shape
+                shapes = {"lora_A": (self.rank, num_in), "lora_B": (num_out, self.rank)}
+                found += [
+                    TensorSpec(f"{name[1]}.{leaf}.weight", shape, "float32")
+                    for leaf, shape in shapes.items()
+                ]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,6 +416,8 @@ class ReplicaDescription:
         is started alike.
       calls_at_once: `Generate` calls that are best sent side by side; 0 if it does not say.
       compiling: the program that the replica compiles now, and for how long; "" if there is none.
+      max_adapter_rank: the largest rank of adapters that it applies unmerged; 0 if it merges none.
+      base_digest: the digest of the base that it holds for adapters, "" if it holds none.
     """
 
     protocol_major: int = 0
@@ -414,6 +442,8 @@ class ReplicaDescription:
     is_deterministic: bool = False
     calls_at_once: int = 0
     compiling: str = ""
+    max_adapter_rank: int = 0
+    base_digest: str = ""
 
 
 def config_hash(description: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
+import numpy as np
 from jax.sharding import Mesh
 
 from semrl_jax import models
@@ -29,7 +30,6 @@ from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.requests import Measuring
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.weights import WeightSync
-from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 
@@ -46,13 +46,13 @@ class Inference:
 
     def load(self, source: PolicySource) -> str:
         """Sends the weights to the replicas; returns their digest."""
-        params, architecture = source.params(self.policy, self.mesh), self.policy.config
-        version, dtype = self.sampler.sync_weights(params, source.step), weight_dtype(self.config)
+        sync = self.sampler.sync
+        sync.client.forget_base()  # an adapter may belong to another one
+        version = self.sampler.sync_weights(source.params(self.policy, self.mesh), source.step)
         if version.digest:
             return version.digest
-        tensors = models.iterate_hf_tensors(params, architecture, dtype)
-        specs = models.tensor_specs(architecture, dtype)
-        return weights_digest(specs, (array for _, array in tensors))
+        weights = self.sampler.weights
+        return weights_digest(sync.specs(weights.adapter), map(np.asarray, weights.read()))
 
 
 def check_inference(

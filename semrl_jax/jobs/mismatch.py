@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pathlib
 import secrets
@@ -385,17 +386,29 @@ def compared_weights(
 ) -> Weights | None:
     """Compares an engine's tensors with the trainer's, cast to the dtypes in which it holds them.
 
+    An engine that has an adapter unmerged has two tensors of each of its modules, next to the base.
     None if it gave no sums.
     """
     if not sums:
         return None
     theirs, paths = {each.name: each for each in sums}, {}
-    for tensor in models.hf_tensors(architecture):
+    adapter = models.adapter_of(given, architecture)
+    if adapter is not None and not any(".lora_A." in name for name in theirs):
+        adapter = None
+    tensors = [*models.hf_tensors(architecture)]
+    tensors += models.adapter_tensors(architecture, adapter) if adapter else []
+    for tensor in tensors:
         place = tensor.path if tensor.layer is None else (str(tensor.layer), *tensor.path[1:])
         paths[tensor.name] = "/".join(place)
 
     def equal(params: models.Params, names: Container[str]) -> Iterator[tuple[str, bool]]:
-        arrays = models.iterate_hf_tensors(params, architecture, "float32", on_host=False)
+        options = {"on_host": False}
+        if adapter is None:
+            arrays = models.iterate_hf_tensors(params, architecture, "float32", **options)
+        else:
+            base = models.iterate_base_tensors(params, architecture, "float32", **options)
+            own = models.iterate_adapter_tensors(params, architecture, **options)
+            arrays = itertools.chain(base, own if models.adapter_of(params, architecture) else ())
         for spec, array in arrays:
             if spec.name in names:
                 held = theirs[spec.name]

@@ -19,10 +19,21 @@ from jaxtyping import Array, Int
 
 from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.hosts import start_copies, to_host
-from semrl_jax.models.lora import Adapted, merged, stored
+from semrl_jax.models.lora import (
+    A,
+    Adapted,
+    B,
+    merged,
+    modules_with_adapters,
+    on_layers,
+    rank_of,
+    stored,
+    without_adapters,
+)
 from semrl_jax.models.pinned import fetched
 from semrl_jax.models.policy import Params
-from semrl_jax.types import TensorSpec
+from semrl_jax.models.sharding import parameter_shardings
+from semrl_jax.types import Adapter, TensorSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Ours (below "layers") -> Hugging Face (below "model.layers.<i>."); kernels are transposed.
@@ -61,7 +72,10 @@ class Piece(NamedTuple):
 
 
 class HfTensor(NamedTuple):
-    """A tensor of Hugging Face, and which of our parameters holds it, transposed if a kernel."""
+    """A tensor of Hugging Face, and which of our parameters holds it, transposed if a kernel.
+
+    The matrices of an adapter are kernels too.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +86,7 @@ class HfTensor(NamedTuple):
 
     @property
     def is_kernel(self) -> bool:
-        return self.path[-1] == "kernel"
+        return self.path[-1] in ("kernel", A, B)
 
     @property
     def is_transposed_in_engine(self) -> bool:
@@ -151,6 +165,31 @@ def layer_kernels(config: DecoderConfig) -> dict[str, Kernel]:
     }
 
 
+def adapter_tensors(config: DecoderConfig, adapter: Adapter) -> Iterator[HfTensor]:
+    """The tensors of `Adapter.specs`, and which parameters of `adapted` hold them."""
+    paths = {t.name: t.path for t in hf_tensors(config)}
+    for spec in adapter.specs(tensor_specs(config, "float32")):
+        module, leaf, _ = spec.name.rsplit(".", 2)
+        path = (*paths[f"{module}.weight"][:-1], leaf.lower())
+        layer = int(module.split(".")[2])
+        yield HfTensor(spec.name, spec.shape, path, layer, place=layer)
+
+
+def _tensors(config: DecoderConfig, adapter: Adapter | None) -> Iterator[HfTensor]:
+    yield from hf_tensors(config)
+    if adapter is not None:
+        yield from adapter_tensors(config, adapter)
+
+
+def adapter_of(params: Params, config: DecoderConfig) -> Adapter | None:
+    """What the adapters in the result of `adapted` are; None if there are none."""
+    modules = modules_with_adapters(params["layers"])
+    if not modules:
+        return None
+    kernels = layer_kernels(config)
+    return Adapter(rank_of(params), tuple(kernels[name].name for name in modules))
+
+
 def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
     """Every tensor in streaming order: embedding, layers, final norm, output matrix."""
     return [TensorSpec(tensor.name, tensor.shape, dtype) for tensor in hf_tensors(config)]
@@ -207,8 +246,34 @@ def iterate_hf_tensors(
     The devices prepare one layer while the caller uses the previous one. If other processes hold
     parts of the parameters, all processes must read it to its end. With `on_host` the arrays are
     NumPy's; else they stay on their devices, in one process. Parameters in the memory of the host
-    are on their devices until the last array is made.
+    are on their devices until the last array is made. Adapters are merged.
     """
+    return _iterate(params, hf_tensors(config), dtype, on_host)
+
+
+def iterate_base_tensors(
+    params: Params, config: DecoderConfig, dtype: str, *, on_host: bool = True
+) -> Iterator[tuple[TensorSpec, np.ndarray | Array]]:
+    """`iterate_hf_tensors` of the base: adapters are left out."""
+    return _iterate(without_adapters(params), hf_tensors(config), dtype, on_host)
+
+
+def iterate_adapter_tensors(
+    params: Params, config: DecoderConfig, *, on_host: bool = True
+) -> Iterator[tuple[TensorSpec, np.ndarray | Array]]:
+    """The tensors of `Adapter.specs`, in their order; for the rest as `iterate_hf_tensors`."""
+    layers = params["layers"]
+    own = {
+        name: {leaf: layers[name][leaf] for leaf in (A, B)}
+        for name in modules_with_adapters(layers)
+    }
+    tensors = adapter_tensors(config, adapter_of(params, config))
+    return _iterate({"layers": own}, tensors, "float32", on_host)
+
+
+def _iterate(
+    params: Params, tensors: Iterable[HfTensor], dtype: str, on_host: bool
+) -> Iterator[tuple[TensorSpec, np.ndarray | Array]]:
     params = fetched(params)
 
     def start(group: Sequence[HfTensor]) -> list[Array]:
@@ -223,7 +288,7 @@ def iterate_hf_tensors(
         return arrays
 
     # One transfer per layer: the host never holds the whole stack.
-    by_layer = itertools.groupby(hf_tensors(config), lambda tensor: tensor.layer)
+    by_layer = itertools.groupby(tensors, lambda tensor: tensor.layer)
     groups = [list(group) for _, group in by_layer]
     ready = start(groups[0])
     for group, following in itertools.zip_longest(groups, groups[1:]):
@@ -235,10 +300,10 @@ def iterate_hf_tensors(
 
 
 def iterate_engine_tensors(
-    params: Params, config: DecoderConfig
+    params: Params, config: DecoderConfig, adapter: Adapter | None = None
 ) -> Iterator[tuple[TensorSpec, Array]]:
     """Yields (spec, array) of an engine's parameters, see `UnstackedParams`, in their dtypes."""
-    for tensor in hf_tensors(config):
+    for tensor in _tensors(config, adapter):
         leaf = functools.reduce(operator.getitem, tensor.engine_path, params)
         leaf = leaf if tensor.expert is None else leaf[tensor.expert]
         leaf = leaf.T if tensor.is_transposed_in_engine else leaf
@@ -371,9 +436,16 @@ class UnstackedParams:
     `dtype` is of all parameters but the scales of norms, which stay in float32.
     """
 
-    def __init__(self, config: DecoderConfig, shardings: Any, dtype: str):
-        self._tensors = {tensor.name: tensor for tensor in hf_tensors(config)}
+    def __init__(
+        self, config: DecoderConfig, shardings: Any, dtype: str, adapter: Adapter | None = None
+    ):
+        self._tensors = {tensor.name: tensor for tensor in _tensors(config, adapter)}
         self._shardings, self._dtype = shardings, dtype
+        if adapter is not None:
+            mesh = shardings["final_norm"]["scale"].mesh
+            own = parameter_shardings(_unstacked_shapes(config, adapter), mesh)
+            layers = on_layers(shardings["layers"], own["layers"])
+            self._shardings = shardings | {"layers": layers}
         self._num_layers = config.num_layers
         self._leaves: dict[str, Array] = {}
 
@@ -401,7 +473,8 @@ class UnstackedParams:
         """Waits until every array that was put has been copied."""
         jax.block_until_ready(self._leaves)
 
-    def finish(self) -> Params:
+    def finish(self, base: Params | None = None) -> Params:
+        """The parameters; `base` are an engine's earlier ones, if only those of an adapter came."""
         self.wait()
         experts: dict[HfTensor, list[Array]] = {}  # by the first one of a parameter
         for name, tensor in self._tensors.items():
@@ -412,7 +485,19 @@ class UnstackedParams:
         leaves = {self._tensors[name]: leaf for name, leaf in self._leaves.items()} | together
         params = unflatten_dict({tensor.engine_path: leaf for tensor, leaf in leaves.items()})
         layers = tuple(params["layers"][layer] for layer in range(self._num_layers))
+        if base is not None:
+            params, layers = base, on_layers(base["layers"], layers)
         return params | {"layers": layers}
+
+
+def _unstacked_shapes(config: DecoderConfig, adapter: Adapter) -> Params:
+    """Shapes of the matrices of an adapter in an engine."""
+    layers: list[dict[str, dict[str, Any]]] = [{} for _ in range(config.num_layers)]
+    for tensor in adapter_tensors(config, adapter):
+        _, module, leaf = tensor.path
+        shape = jax.ShapeDtypeStruct(tensor.shape, jnp.float32)
+        layers[tensor.layer].setdefault(module, {})[leaf] = shape
+    return {"layers": tuple(layers)}
 
 
 @jax.jit

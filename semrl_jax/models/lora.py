@@ -147,6 +147,34 @@ def modules_with_adapters(layers: Params) -> tuple[str, ...]:
     return tuple(sorted(name for name, leaves in layers.items() if A in leaves))
 
 
+def rank_of(params: Params) -> int:
+    """The rank of the adapters in the result of `adapted`; 0: there are none."""
+    layers = params["layers"]
+    return next((layers[name][A].shape[-1] for name in modules_with_adapters(layers)), 0)
+
+
+def without_adapters(params: Params) -> Params:
+    """The base in the result of `adapted`."""
+    layers = {
+        name: {leaf: array for leaf, array in leaves.items() if leaf not in (A, B)}
+        for name, leaves in params["layers"].items()
+    }
+    return params | {"layers": layers}
+
+
+def on_layers(layers: Sequence[Params], adapters: Sequence[Params]) -> tuple[Params, ...]:
+    """Layers of an engine, see `policy.unstacked`, with these adapters in place of earlier ones."""
+
+    def of(base, own):
+        kept = {leaf: array for leaf, array in base.items() if leaf not in (A, B)}
+        return kept | own
+
+    return tuple(
+        {name: of(leaves, own.get(name, {})) for name, leaves in layer.items()}
+        for layer, own in zip(layers, adapters, strict=True)
+    )
+
+
 def add_adapters(layers: nnx.Module, modules: Iterable[str]) -> None:
     """Adds parameters without values to an abstract module, for its graph."""
     for name in modules:

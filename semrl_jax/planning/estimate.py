@@ -74,7 +74,7 @@ def make_estimate(
     weights, cache = sizes.pop(memory.REPLICA, 0), sizes.pop(memory.CACHE, 0)
     sizes["optimiser"] = sizes.pop(config.optimizer.name)
     programs = _training(config, where, mesh, inputs, sizes)
-    replica = _replica(config, where, architecture, mesh, replica_nodes)
+    replica = _replica(config, where, architecture, mesh, replica_nodes, fields["lora"])
     most = 1.0 if is_slice else MOST_OF_A_CARD
     if replica is not None:
         name = "sample"
@@ -223,6 +223,7 @@ def _replica(
     architecture: models.DecoderConfig,
     mesh: Mesh,
     replica_nodes: int,
+    lora: models.Lora | None,
 ) -> dict[str, Any] | None:
     """One copy of the weights that samples; None if it is on other machines."""
     rollout, chip = config.rollout, where.chip
@@ -273,6 +274,9 @@ def _replica(
         "responses": count,
         "fits": fitting >= 1,
         "bytes": sizes | {"total": sum(sizes.values())},
-        "weight_bytes": weights * cards,
+        # Replicas that stay get the base of adapters once, and then the adapters in float32.
+        "weight_bytes": weights * cards
+        if lora is None or embedded
+        else 4 * models.peft.num_parameters(architecture, lora),
         "program": _times(where, {"tensor": cards}, flops, flops, steps * read, {}) | {"runs": 1},
     }

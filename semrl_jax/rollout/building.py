@@ -22,6 +22,7 @@ from semrl_jax.models import (
     Policy,
     check_mesh,
     config_to_hf,
+    layer_kernels,
     make_mesh,
     tensor_specs,
 )
@@ -150,6 +151,7 @@ def vllm_engine(
             hidden_size=architecture.hidden_size,
             num_layers=architecture.num_layers,
             tokens=_tokens(tokenizer),
+            adapter_modules=tuple(kernel.name for kernel in layer_kernels(architecture).values()),
         ),
         VllmSettings(
             dtype=dtype,
@@ -163,10 +165,22 @@ def vllm_engine(
             inner_states=rollout.vllm_inner_states,
             sleeps=rollout.in_turns,
             max_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
+            max_adapter_rank=_adapter_rank(config, architecture),
         ),
         max_prompt_tokens=longest_prompt(config),
         max_response_tokens=rollout.max_response_tokens,
     )
+
+
+def _adapter_rank(config: ml_collections.ConfigDict, architecture: DecoderConfig) -> int:
+    """The rank of adapters that vLLM applies unmerged; 0: none, or it cannot.
+
+    With adapters, vLLM 0.32 on a CPU has no kernel for experts. 8-bit weights were not tried.
+    """
+    from semrl_jax.rollout.engines.vllm import ADAPTER_RANKS
+
+    rank, merges = config.lora.rank, architecture.experts or config.rollout.vllm_quantization
+    return rank if rank <= ADAPTER_RANKS[-1] and not merges else 0
 
 
 def _tokens(tokenizer: Any) -> data.TokenBytes | None:

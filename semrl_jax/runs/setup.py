@@ -194,7 +194,7 @@ def check_inputs(
             "algorithms.loss.kl_estimator='exact' compares policy and reference in the update, "
             "which has the reference only without training.offload='reference'; remove one."
         )
-    check_memory(config, policy.config)
+    check_memory(config, policy.config, lora)
     if is_embedded(config):
         configured_mesh(config, policy.config)
     keep = {"keep_columns": verifier.takes_row, "environments": environments}

@@ -92,16 +92,23 @@ def check_episodes(config: ml_collections.ConfigDict, episodes: Episodes) -> Non
         )
 
 
-def check_memory(config: ml_collections.ConfigDict, architecture: models.DecoderConfig) -> None:
+def check_memory(
+    config: ml_collections.ConfigDict,
+    architecture: models.DecoderConfig,
+    lora: models.Lora | None = None,
+) -> None:
     """Raises UserError if a run ahead of its updates does not fit into the memory of this process.
 
-    The process keeps copies of the weights of max_staleness + 1 steps, and the tokens of
-    max_staleness batches. Hidden states are dropped once they are measured, which is when a
-    response is complete. On a CPU, the copies of `TrainState.earlier` are in the same memory.
+    The process keeps copies of the weights of max_staleness + 1 steps, which with adapters share
+    one base, and the tokens of max_staleness batches. Hidden states are dropped once they are
+    measured, which is when a response is complete. On a CPU, the copies of `TrainState.earlier` are
+    in the same memory.
     """
     lag, rollout = config.rollout.max_staleness, config.rollout
     specs = models.tensor_specs(architecture, weight_dtype(config))
-    copy = sum(spec.num_bytes for spec in specs)
+    copy, shared = sum(spec.num_bytes for spec in specs), 0
+    if lora is not None:
+        copy, shared = 4 * models.peft.num_parameters(architecture, lora), copy
     tokens = config.data.prompts_per_step * rollout.group_size * rollout.max_response_tokens
     copies = lag + 1 + (lag if jax.default_backend() == "cpu" else 0)
     per_token, what, states = TOKEN_BYTES, "tokens", config.hidden_states
@@ -109,11 +116,11 @@ def check_memory(config: ml_collections.ConfigDict, architecture: models.Decoder
         size = architecture.hidden_size * jax.numpy.dtype(states.dtype).itemsize
         per_token += len(config.metrics.layers) * size
         what = "tokens with hidden states"
-    needed, limit = copies * copy + lag * tokens * per_token, available_bytes()
+    needed, limit = shared + copies * copy + lag * tokens * per_token, available_bytes()
     if lag and needed > limit:
         raise UserError(
             f"rollout.max_staleness={lag} keeps {needed / 2**30:.1f} GiB in this process "
-            f"({copies} copies of the weights of {copy / 2**30:.1f} GiB, {lag} batches of up to "
+            f"({copies} copies of the weights of {copy / 2**30:.3g} GiB, {lag} batches of up to "
             f"{tokens} {what}), and {limit / 2**30:.1f} GiB are free; lower it, or "
             "rollout.weight_dtype to 'bfloat16'."
         )

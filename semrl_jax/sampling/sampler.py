@@ -156,7 +156,7 @@ class Sampler:
             """Sends the weights to a replica that restarted; their version stays the same."""
             if weights.read_together:
                 raise Retry("a replica has lost them")
-            return self.sync.send_here(weights.step, weights.read)
+            return self.sync.send_here(weights)
 
         limit = max_tokens or rollout.max_response_tokens
         # A later turn of an episode may have less room.

@@ -120,10 +120,10 @@ def world():
     """Starts replicas and clients, and closes them all at the end."""
     with contextlib.ExitStack() as stack:
 
-        def replica(script=None, stall_timeout_s=600.0, max_calls=64, **settings):
+        def replica(script=None, stall_timeout_s=600.0, max_calls=64, port=0, **settings):
             engine = FakeEngine(script=script or FakeScript(), **settings)
             embedded = EmbeddedReplica(
-                engine, token=TOKEN, stall_timeout_s=stall_timeout_s, max_calls=max_calls
+                engine, token=TOKEN, stall_timeout_s=stall_timeout_s, max_calls=max_calls, port=port
             )
             stack.callback(embedded.close, 0.0)
             embedded.engine = engine
@@ -147,9 +147,9 @@ def world():
                 made.connect(**FAKE)
             return made
 
-        def local(script=None, **settings):
+        def local(script=None, engine=None, **settings):
             """A client of a fake engine in this process."""
-            engine = FakeEngine(script=script or FakeScript())
+            engine = FakeEngine(script=script or FakeScript(), **engine or {})
             made = client(local=LocalReplica(engine), **settings)
             made.engine = engine
             return made

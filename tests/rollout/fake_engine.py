@@ -15,6 +15,7 @@ from jaxtyping import Int
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.wire.codec import STATE_DTYPES, WEIGHT_DTYPES, GenerateCall, as_bytes
 from semrl_jax.types import (
+    Adapter,
     HiddenStateParams,
     ReplicaDescription,
     Rollout,
@@ -106,7 +107,12 @@ class FakeEngine(Engine):
     def expected_tensors(self) -> Sequence[TensorSpec]:
         return self._specs
 
-    def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
+    def adapter_modules(self) -> Sequence[str]:
+        return ("mlp.up_proj", "mlp.down_proj")
+
+    def begin_weight_update(
+        self, specs: Sequence[TensorSpec], adapter: Adapter | None = None
+    ) -> Mapping[str, np.ndarray]:
         self.num_staged += 1
         self._staged_specs = tuple(specs)
         self._staged = {spec.name: np.empty(spec.num_bytes, np.uint8) for spec in specs}
@@ -124,7 +130,9 @@ class FakeEngine(Engine):
         await asyncio.sleep(self.script.commit_delay_s)
         if self.script.fail_commit:
             raise RuntimeError("the script says so")
-        self.weights = {
+        whole = {spec.name for spec in self._specs} <= self._staged.keys()
+        kept = {} if whole else {spec.name: self.weights[spec.name] for spec in self._specs}
+        self.weights = kept | {
             spec.name: self._staged[spec.name].view(WEIGHT_DTYPES[spec.dtype]).reshape(spec.shape)
             for spec in self._staged_specs
         }

@@ -110,6 +110,32 @@ def test_a_resumed_run_continues_to_the_bit(finished, tmp_path, rewarded):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"rollout.in_turns": True}, {"rollout.max_staleness": 1}, {"rollout.jax_processes": 2}],
+    ids=lambda fields: "".join(fields) or "child",
+)
+def test_child_processes_get_the_adapter_alone(fields, tmp_path, rewarded):
+    """Runs that end and continue have the same numbers, although the base then comes again."""
+    fields = {"rollout.jax_processes": 1, "evaluation.every_steps": 0} | fields
+    first = {"training.num_steps": 2}
+    assert train(lora_config(**fields), str(tmp_path / "whole")) == 0
+    assert train(lora_config(**fields | first), str(tmp_path / "run")) == 0
+    assert train(lora_config(**fields), str(tmp_path / "run")) == 0
+    rows, expected = (read_rows(tmp_path / name)[:3] for name in ("run", "whole"))
+    sizes = [[row.pop("rollout/weight_bytes") for row in found] for found in (rows, expected)]
+    for row, want in zip(stable(rows), stable(expected), strict=True):
+        assert row == want
+    if "rollout.max_staleness" not in fields:  # the policy of the update is another one there
+        assert all(row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows)
+    count = fields["rollout.jax_processes"]
+    base, adapter = count * 29568, count * 6656
+    with_base = {0, 1, 2} if fields.get("rollout.in_turns") else {0}
+    for found, resumed in zip(sizes, ({2}, set())):
+        assert found == [adapter + base * (step in with_base | resumed) for step in range(3)]
+
+
+@pytest.mark.soak
 def test_commands_read_runs_and_adapters(finished, tmp_path, capsys):
     """Runs, checkpoints and directories in PEFT's format are policies and starting models."""
     expected = merged_by_hand(finished, 3)

@@ -28,6 +28,7 @@ def sampler_of(config=None, **parts) -> Sampler:
     """A sampler with only these parts; those of its sync of weights among them."""
     of_sync = {name: parts.pop(name) for name in WeightSync.__annotations__ if name in parts}
     defaults = {"client": None, "peers": Peers(), "stop": StopRequest(60.0, 75)}
+    defaults["architecture"] = ARCHITECTURE
     sync = made(WeightSync, config=config, **defaults | of_sync)
     defaults = {"sampling": (0,), "episodes": SingleTurn()}
     defaults |= dict.fromkeys(("weights", "verifier", "tokenizer"))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from semrl_jax.models import tensor_specs
+from semrl_jax.models import Lora, tensor_specs
 from semrl_jax.sampling import ahead, choosing_source, replicas
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
@@ -39,6 +39,14 @@ def test_memory_that_the_queue_needs_is_compared_with_what_is_free(config, monke
     monkeypatch.setattr(choosing_source, "available_bytes", lambda: needed - 1)
     with pytest.raises(UserError, match=r"max_staleness=2 keeps .* GiB .*5 copies .*2 batches"):
         choosing_source.check_memory(config, ARCHITECTURE)
+    lora = Lora(("query",), 1, 1.0)  # 8 + 8 float32 numbers: the copies share the base
+    monkeypatch.setattr(choosing_source, "available_bytes", lambda: needed - 4 * copy + 5 * 64)
+    choosing_source.check_memory(config, ARCHITECTURE, lora)
+    with pytest.raises(UserError):
+        choosing_source.check_memory(config, ARCHITECTURE)
+    monkeypatch.setattr(choosing_source, "available_bytes", lambda: needed - 4 * copy + 5 * 64 - 1)
+    with pytest.raises(UserError):
+        choosing_source.check_memory(config, ARCHITECTURE, lora)
     config.rollout.max_staleness = 0
     choosing_source.check_memory(config, ARCHITECTURE)
 
@@ -98,7 +106,7 @@ def test_an_evaluation_is_no_idle_time_and_keeps_no_weights(monkeypatch):
     idle_s = []
     with ahead_of(sampler=sampler_of()) as source:
         for step in range(3):
-            source.offer(({}, {}), step)
+            source.offer(({"layers": {}}, {"layers": {}}), step)
             for _ in range(2):  # two ways of sampling
                 source.sample([], {})
                 assert source.sampler.weights.step == step
@@ -117,7 +125,7 @@ def test_a_row_has_the_events_of_its_batch_and_of_the_evaluations_before(monkeyp
     numbers, rows = itertools.count(), []
     with ahead_of(sampler=sampler_of(), count=lambda: {"events": 10.0 ** next(numbers)}) as source:
         for step in range(3):
-            source.offer(({}, {}), step)
+            source.offer(({"layers": {}}, {"layers": {}}), step)
             if step == 1:
                 source.sample([], {})  # after the batch of step 1, before that of step 2
             rows.append(source.next(step, (0, 0), Clock()).scalars["events"])

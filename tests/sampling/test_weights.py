@@ -1,6 +1,7 @@
 """Weight sync with two processes: one deadline for all attempts, and signals during a wait."""
 
 import concurrent.futures
+import dataclasses
 import itertools
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.cluster.agreement import Retry
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.sampling.weights import Weights, send_together
 from semrl_jax.support.errors import Preempted
@@ -40,7 +42,7 @@ def both(*calls):
 class Losing:
     """A client whose replicas always fail after the first tensor."""
 
-    def sync_weights(self, specs, read, step):
+    def sync_weights(self, specs, read, step, **_):
         for _ in itertools.count():
             next(iter(read()))
 
@@ -216,3 +218,83 @@ def test_a_signal_during_a_gather_takes_effect_after_it(pair):
             send_together(pair[0], stop, lambda start: list(start()), arrays())
         assert other.result(timeout=10) is None
     assert read == [0, 1, 2]
+
+
+class Holding:
+    """A client of one replica; notes what it gets, and the base may be lost."""
+
+    def __init__(self, limit=8):
+        self.limit, self.has_base, self.got = limit, False, []
+
+    def without_adapters(self, rank):
+        return "" if rank <= self.limit else "replica x applies no adapters"
+
+    def lacks_base(self):
+        return not self.has_base
+
+    def sync_weights(self, specs, read, *, step, adapter=None, read_adapter=None):
+        alone = adapter is not None and self.has_base and read_adapter is not None
+        arrays = list(read_adapter() if alone else read())
+        expected = adapter.specs(specs) if alone else specs
+        assert [array.shape for array in arrays] == [spec.shape for spec in expected]
+        self.has_base = adapter is not None
+        self.got.append("adapter" if alone else "base and adapter" if adapter else "merged")
+        return dataclasses.replace(VERSION, step=step)
+
+
+LORA = models.Lora(("query", "up"), 2, 4.0)
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    base = models.Policy(ARCHITECTURE).init(jax.random.key(0))
+    return models.adapted(LORA.init(base, 1), LORA.base(base))
+
+
+def adapting(peers, client, lines):
+    reporter = types.SimpleNamespace(line=lines.append)
+    config = tiny_config()
+    config.rollout.addresses = ("host:1",)
+    return sampler_of(
+        peers=peers, client=client, config=config, reporter=reporter, applied={}, base=[]
+    )
+
+
+def test_all_processes_read_the_base_if_one_replica_lost_it(pair, adapted):
+    clients, lines = (Holding(), Holding()), []
+    samplers = [adapting(peers, client, lines) for peers, client in zip(pair, clients)]
+    for step, lost in enumerate((False, False, True, False)):
+        clients[1].has_base &= not lost
+        both(*(lambda one=one: one.sync_weights(adapted, step) for one in samplers))  # noqa: B023
+    assert clients[0].got == ["base and adapter", "adapter", "base and adapter", "adapter"]
+    assert clients[1].got == clients[0].got and lines == []
+    clients[1].has_base = False  # after the agreement: one attempt more
+    answers = iter((False, True))
+    clients[1].lacks_base = lambda: next(answers)
+    found = both(*(lambda one=one: one.sync_weights(adapted, 9) for one in samplers))
+    assert [version.step for version in found] == [9, 9]
+    assert clients[1].got[-1] == "base and adapter"
+    assert "sent again: " in lines[0] and "has lost the base" in lines[0]
+
+
+def test_one_replica_without_adapters_makes_all_take_merged_weights(pair, adapted):
+    clients, lines = (Holding(), Holding(limit=0)), []
+    samplers = [adapting(peers, client, lines) for peers, client in zip(pair, clients)]
+    for step in range(2):
+        both(*(lambda one=one: one.sync_weights(adapted, step) for one in samplers))  # noqa: B023
+    assert clients[0].got == clients[1].got == ["merged", "merged"]
+    (line,) = lines
+    assert line.startswith("replica x applies no adapters, so all replicas get it merged")
+
+
+def test_copies_for_another_thread_share_the_base(adapted):
+    client = Holding()
+    sampler = adapting(Peers(), client, [])
+    first, second = (sampler.sync.copied(adapted, step) for step in range(2))
+    specs = sampler.sync.specs(first.adapter)
+    own = len(first.adapter.specs(specs))
+    for one, other in zip(list(first.read())[:-own], second.read()):
+        assert one is other
+    sampler.send(first)
+    sampler.send(second)
+    assert client.got == ["base and adapter", "adapter"]

@@ -108,7 +108,7 @@ CAUSES = {
     ),
     "adapter": (
         "the adapter in {what} of {layers} counts {value} times",
-        "0 is an adapter that was never merged, 2 one that was applied twice; send merged weights",
+        "0 is an adapter that is not applied, 2 one that is applied twice, or merged and applied",
     ),
     "stale_cache": (
         "keys and values of the {what} in {layers} are those of {value}",

@@ -8,7 +8,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +27,7 @@ from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.shared_memory import OwnMemory, layout
 from semrl_jax.support.cores import usable_cores
-from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
+from semrl_jax.types import Adapter, TensorSpec, WeightVersion, manifest_digest
 
 if TYPE_CHECKING:
     from jax import Array
@@ -43,9 +45,37 @@ class Ended(Exception):
     """The caller's event was set."""
 
 
+@dataclasses.dataclass
+class Weights:
+    """What replicas get, and how they know the part that does not change."""
+
+    specs: Sequence[TensorSpec]  # of all tensors; those of an adapter are the last
+    adapter: Adapter | None = None  # None: there is no base either
+    num_base: int = 0  # tensors of the base of the adapter
+    # Digest of the base, known once it was read; for a replica in this process a random name.
+    base: str = ""
+    checksums: Sequence[bytes] = ()  # of the tensors of the base
+
+    def missing(self, replica: Replica) -> int:
+        """The first tensor that a replica does not hold."""
+        return self.num_base if self.base and replica.base == self.base else 0
+
+    def note_base(self, checksums: Sequence[bytes]) -> None:
+        if self.adapter is not None:
+            self.checksums = checksums[: self.num_base]
+            self.base = manifest_digest(self.specs[: self.num_base], self.checksums)
+
+    def same_base(self, other: Weights) -> Weights:
+        """The other weights, whose base, if they have one, is that of these."""
+        if None in (self.adapter, other.adapter):
+            return other
+        return dataclasses.replace(other, base=self.base, checksums=self.checksums)
+
+
 def send_weights(
     version: WeightVersion,
-    specs: Sequence[TensorSpec],
+    weights: Weights,
+    first: int,
     arrays: Iterable[np.ndarray],
     replicas: Sequence[RemoteReplica],
     *,
@@ -54,13 +84,17 @@ def send_weights(
     waits: Waits,
     ended: threading.Event | None = None,
 ) -> tuple[WeightVersion | None, dict[Replica, str]]:
-    """Sends the arrays, in the order of `specs`, to all replicas at the same time.
+    """Sends the arrays, in the order of their specs, to all replicas at the same time.
+
+    A replica that holds the base of an adapter gets the adapter alone.
 
     A slow replica holds up the others for at most `Waits.sync_wait_s`: while they wait for the next
     bytes because it takes none, and again after the first of them has confirmed the version.
 
     Args:
       version: of the weights, without the digest.
+      weights: `note_base` is called once the base was read.
+      first: the number of the first array, 0 or `num_base`: every replica then holds the base.
       memory: for the replicas whose description says that they can read it. Renewed if one of
         them does not confirm the version, because it may then still read.
       deadline: in `time.monotonic()`.
@@ -79,29 +113,36 @@ def send_weights(
     try:
         for replica in replicas:
             receivers.append(_Receiver(replica, deadline, waits, receivers, ended))
-        ways = _ways(receivers, specs, memory)
-        begin = pb.BeginUpdate(
-            run_id=version.run_id,
-            attempt_id=version.attempt_id,
-            step=version.step,
-            tensors=codec.encode_specs(specs),
-        )
+        ways = _ways(receivers, weights, memory)
         for way in ways:
+            begin = pb.BeginUpdate(
+                run_id=version.run_id,
+                attempt_id=version.attempt_id,
+                step=version.step,
+                tensors=codec.encode_specs(weights.specs[way.first :]),
+                base_digest=weights.base if way.first else "",
+            )
+            if weights.adapter is not None:
+                begin.adapter.CopyFrom(pb.Adapter(**dataclasses.asdict(weights.adapter)))
             way.begin(begin)
-        is_kept = any(isinstance(way, _ThroughMemory) for way in ways)
+        is_kept = any(isinstance(way, _ThroughMemory) and way.first == first for way in ways)
+        specs = weights.specs[first:]
         with _Hashing(limit=0 if is_kept else _MAX_HASHED) as hashing:
             # `zip` reads the arrays first, so that `_exactly` is asked for a surplus array.
-            for index, (array, spec) in enumerate(zip(_exactly(specs, arrays), specs)):
+            for index, (array, spec) in enumerate(zip(_exactly(specs, arrays), specs), first):
                 data = codec.as_bytes(_checked(spec, array))
                 for way in ways:
-                    data = way.send(index, data)
+                    if index >= way.first:
+                        data = way.send(index - way.first, data)
                 hashing.add(data)
                 if all(receiver.error for receiver in receivers):
                     return None, {r.replica: r.error for r in receivers}
-            checksums = hashing.results()
-        version = dataclasses.replace(version, digest=manifest_digest(specs, checksums))
-        commit = pb.CommitUpdate(checksums=checksums, digest=version.digest)
-        _put_all(receivers, pb.UpdateWeightsRequest(commit=commit))
+            checksums = [*weights.checksums[:first], *hashing.results()]
+        version = dataclasses.replace(version, digest=manifest_digest(weights.specs, checksums))
+        for way in ways:
+            commit = pb.CommitUpdate(checksums=checksums[way.first :], digest=version.digest)
+            _put_all(way.receivers, pb.UpdateWeightsRequest(commit=commit))
+        weights.note_base(checksums)
         _await_replies(receivers, version, deadline, waits, ended)
     except BaseException:
         for receiver in receivers:
@@ -115,19 +156,24 @@ def send_weights(
 
 def hand_over(
     version: WeightVersion,
-    specs: Sequence[TensorSpec],
+    weights: Weights,
+    first: int,
     arrays: Iterable[np.ndarray | Array],
     replica: LocalReplica,
     *,
     deadline: float,
 ) -> tuple[WeightVersion | None, dict[Replica, str]]:
     """Does what `send_weights` does, to a replica of this process. The version has no digest."""
+    if weights.adapter is not None and not first:
+        weights.base = secrets.token_hex(16)
+    specs, base = weights.specs[first:], (weights.adapter, weights.base)
     # `zip` reads the arrays first, so that `_exactly` is asked for a surplus array.
     tensors = (
         (spec.name, _checked(spec, array)) for array, spec in zip(_exactly(specs, arrays), specs)
     )
     try:
-        return replica.take_weights(version, specs, tensors, deadline - time.monotonic()), {}
+        timeout_s = deadline - time.monotonic()
+        return replica.take_weights(version, specs, tensors, timeout_s, *base), {}
     except grpc.RpcError as error:
         if fatal := fatal_error(replica, error):
             raise fatal from error
@@ -278,35 +324,54 @@ def _await_replies(
 
 
 def _ways(
-    receivers: Sequence[_Receiver], specs: Sequence[TensorSpec], memory: OwnMemory | None
+    receivers: Sequence[_Receiver], weights: Weights, memory: OwnMemory | None
 ) -> list[_InChunks | _ThroughMemory]:
-    """How each receiver gets the weights."""
+    """How each receiver gets what it misses."""
+    ways: list[_InChunks | _ThroughMemory] = []
+    for first, group in itertools.groupby(
+        sorted(receivers, key=lambda receiver: weights.missing(receiver.replica)),
+        lambda receiver: weights.missing(receiver.replica),
+    ):
+        specs = weights.specs[first:]
+        ways += _ways_of(list(group), specs, first, memory)
+        if any(isinstance(way, _ThroughMemory) for way in ways):
+            memory = None  # it is full
+    return ways
+
+
+def _ways_of(
+    receivers: Sequence[_Receiver],
+    specs: Sequence[TensorSpec],
+    first: int,
+    memory: OwnMemory | None,
+) -> list[_InChunks | _ThroughMemory]:
     has_room = memory is not None and memory.has_room(layout(specs)[1])
     near = [r for r in receivers if has_room and r.replica.description.reads_memory]
     num_new = layout(specs)[1] - memory.num_bytes if near else 0
     if num_new > 0 and 2 * num_new > available_bytes():
         near = []
     far = [receiver for receiver in receivers if receiver not in near]
-    through_memory = [_ThroughMemory(near, specs, memory)] if near else []
-    return through_memory + ([_InChunks(far)] if far else [])
+    through_memory = [_ThroughMemory(near, first, specs, memory)] if near else []
+    return through_memory + ([_InChunks(far, first)] if far else [])
 
 
 class _InChunks:
     """Sends the bytes."""
 
-    def __init__(self, receivers: Sequence[_Receiver]):
-        self._receivers = receivers
+    def __init__(self, receivers: Sequence[_Receiver], first: int):
+        self.receivers = receivers
+        self.first = first  # of all tensors, the first that it sends
 
     def begin(self, begin: pb.BeginUpdate) -> None:
-        _put_all(self._receivers, pb.UpdateWeightsRequest(begin=begin))
+        _put_all(self.receivers, pb.UpdateWeightsRequest(begin=begin))
 
     def send(self, index: int, data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " bytes"]:
-        """Returns bytes that stay unchanged until the update ends."""
+        """Sends tensor `index`, counted from `first`; returns bytes that stay during the update."""
         for start in range(0, len(data), codec.CHUNK_BYTES):
             chunk = data[start : start + codec.CHUNK_BYTES]
             # Once for all replicas.
             message = codec.encode_chunk(pb.TensorChunk(tensor_index=index), chunk)
-            for receiver in self._receivers:
+            for receiver in self.receivers:
                 receiver.put(message)
         return data
 
@@ -315,9 +380,13 @@ class _ThroughMemory:
     """Copies the bytes to memory that the replicas read."""
 
     def __init__(
-        self, receivers: Sequence[_Receiver], specs: Sequence[TensorSpec], memory: OwnMemory
+        self,
+        receivers: Sequence[_Receiver],
+        first: int,
+        specs: Sequence[TensorSpec],
+        memory: OwnMemory,
     ):
-        self._receivers, self._address = receivers, memory.message()
+        self.receivers, self.first, self._address = receivers, first, memory.message()
         self._starts, num_bytes = layout(specs)
         self._memory = memory.reserve(num_bytes)
         self._num_unsaid = 0  # bytes in memory that the replicas do not know of
@@ -325,9 +394,9 @@ class _ThroughMemory:
     def begin(self, begin: pb.BeginUpdate) -> None:
         message = pb.UpdateWeightsRequest(begin=begin)
         message.begin.memory.CopyFrom(self._address)
-        for receiver in self._receivers:
+        for receiver in self.receivers:
             receiver.reads_memory = True
-        _put_all(self._receivers, message)
+        _put_all(self.receivers, message)
 
     def send(self, index: int, data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " bytes"]:
         """See `_InChunks.send`."""
@@ -338,7 +407,7 @@ class _ThroughMemory:
         if self._num_unsaid >= _BATCH_BYTES or index == len(self._starts) - 1:
             message = pb.UpdateWeightsRequest()
             message.chunk.tensor_index = index
-            _put_all(self._receivers, message)
+            _put_all(self.receivers, message)
             self._num_unsaid = 0
         return copy
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 import numpy as np
 
-from semrl_jax.rollout.client.broadcast import Ended, hand_over, send_weights
+from semrl_jax.rollout.client.broadcast import Ended, Weights, hand_over, send_weights
 from semrl_jax.rollout.client.dispatch import Dispatcher
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import (
@@ -33,6 +33,7 @@ from semrl_jax.rollout.wire.auth import check_token, read_certificates
 from semrl_jax.rollout.wire.shared_memory import OwnMemory
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
+    Adapter,
     HiddenStateParams,
     MetricParams,
     ReplicaDescription,
@@ -116,7 +117,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._reported: dict[str, str] = {}  # why an address is not used
         self._next_try: dict[str, float] = {}  # by address of a replica that did not answer
         self._loads: dict[str, Load] = {}  # by address, also of replicas that have left
-        self._specs: Sequence[TensorSpec] = ()  # of the last sync
+        self._weights = Weights(())  # of the last sync
         self._leaving: list[Replica] = []
         self._one_sync = threading.Lock()
         self._one_resync = threading.Lock()
@@ -197,8 +198,13 @@ class RolloutClient(contextlib.AbstractContextManager):
         read: Callable[[], Iterable[np.ndarray | Array]],
         *,
         step: int,
+        adapter: Adapter | None = None,
+        read_adapter: Callable[[], Iterable[np.ndarray | Array]] | None = None,
     ) -> WeightVersion:
         """Streams the weights to all replicas at the same time and commits them.
+
+        With an adapter, the base before it is the same in all syncs, until `forget_base`. Replicas
+        that hold the base get the adapter alone.
 
         A replica of this process takes arrays that are on devices as they are. One that is slower
         than another one by `sync_wait_s` is set aside. Before, replicas join and leave as
@@ -208,6 +214,10 @@ class RolloutClient(contextlib.AbstractContextManager):
           read: starts a pass over the arrays in the order of `specs`. Called once, and once more
             each time that every replica has failed.
           step: part of the version; it may be lower than before.
+          adapter: its tensors are the last ones. The replicas apply it unmerged; see
+            `without_adapters`.
+          read_adapter: starts a pass over its arrays, if every replica holds the base. None: `read`
+            starts them all.
 
         Returns the version, which every replica that was not set aside serves. UserError: a replica
         belongs to another run, or refuses the token. ValueError: the arrays do not fit the specs,
@@ -215,29 +225,54 @@ class RolloutClient(contextlib.AbstractContextManager):
         `sync_timeout_s`, or the weights have a value that is not finite.
         """
         with self._one_sync:  # the memory holds one set of weights
-            self._specs = specs
+            num_base = len(specs) - len(adapter.specs(specs)) if adapter else 0
+            self._weights = self._weights.same_base(Weights(specs, adapter, num_base))
             self._change_replicas()
-            return self._sync(read, step)
+            return self._sync(read, read_adapter, step)
 
-    def _sync(self, read: Callable[[], Iterable[np.ndarray | Array]], step: int) -> WeightVersion:
+    def forget_base(self) -> None:
+        """The adapters of later syncs have another base."""
+        self._weights = Weights(())
+
+    def without_adapters(self, rank: int) -> str:
+        """A line about a replica that cannot apply adapters of this rank; "" if all can."""
+        for replica in self._replicas:
+            if (limit := replica.description.max_adapter_rank) < rank:
+                engine = f"{replica.name} ({replica.description.engine})"
+                return f"{engine} applies no adapters" + f" of a rank above {limit}" * bool(limit)
+        return ""
+
+    def lacks_base(self) -> bool:
+        """Whether a replica that answers does not hold the base of the last sync."""
+        with self._one_sync:
+            return not all(map(self._weights.missing, self._answering_replicas()))
+
+    def _sync(
+        self,
+        read: Callable[[], Iterable[np.ndarray | Array]],
+        read_adapter: Callable[[], Iterable[np.ndarray | Array]] | None,
+        step: int,
+    ) -> WeightVersion:
         new = WeightVersion(self._run_id, self._attempt_id, step, digest="")
         deadline = time.monotonic() + self._waits.sync_timeout_s
         while True:
             if self._closed.is_set():
                 raise RuntimeError("the rollout client is closed.")
-            version, failures = None, {}
+            version, failures, weights = None, {}, self._weights
             if replicas := self._answering_replicas():
-                weights = new, self._specs, read()
+                missing = {replica: weights.missing(replica) for replica in replicas}
+                first = min(missing.values()) if read_adapter else 0
+                sent = new, weights, first, read_adapter() if first else read()
                 if self._local is None:
                     more = {"memory": self._memory, "waits": self._waits}
-                    version, failures = send_weights(*weights, replicas, deadline=deadline, **more)
+                    version, failures = send_weights(*sent, replicas, deadline=deadline, **more)
                 else:
-                    version, failures = hand_over(*weights, self._local, deadline=deadline)
+                    version, failures = hand_over(*sent, self._local, deadline=deadline)
             for replica in replicas:
                 if replica in failures:
                     self._set_aside(replica, failures[replica])
                 else:
-                    self._note_weights(replica, version)
+                    self._note_weights(replica, version, missing[replica])
             if len(failures) < len(replicas):
                 return version
             errors = "; ".join(f"{r.name}: {r.error}" for r in self._replicas)
@@ -310,7 +345,9 @@ class RolloutClient(contextlib.AbstractContextManager):
             self._closed,
             groups_per_call,
             resync and resync_once,
-            functools.partial(self._restore, version, read) if read and self._specs else None,
+            functools.partial(self._restore, version, read)
+            if read and self._weights.specs
+            else None,
             self._homes,
         )
         with contextlib.closing(dispatcher):
@@ -402,21 +439,35 @@ class RolloutClient(contextlib.AbstractContextManager):
                     "replica from the same model, tokenizer and release."
                 )
         self._check(description)
+        if (adapter := self._weights.adapter) and description.max_adapter_rank < adapter.rank:
+            raise UserError(
+                f"{replica.name} applies no adapter of rank {adapter.rank}, and the run sends one "
+                "unmerged; start the replica from the run's config and release."
+            )
         return description
 
     def _adopt(self, replica: Replica, description: ReplicaDescription) -> None:
         """Notes that the replica can be used, and its weights."""
         replica.version, replica.answers = description.version, True
+        replica.base = description.base_digest
         replica.succeeded()
 
-    def _note_weights(self, replica: Replica, version: WeightVersion) -> None:
-        replica.version = version
+    def _note_weights(self, replica: Replica, version: WeightVersion, first: int) -> None:
+        """Notes that it serves the weights, whose tensors from number `first` on it was sent."""
+        replica.version, replica.base = version, self._weights.base
         replica.succeeded()
-        self._counters.add(weight_bytes=sum(spec.num_bytes for spec in self._specs))
+        num_bytes = sum(spec.num_bytes for spec in self._weights.specs[first:])
+        self._counters.add(weight_bytes=num_bytes)
 
     def _ask(self, replicas: Sequence[Replica]) -> dict[Replica, ReplicaDescription | Exception]:
         """The description of each replica, or why there is none."""
-        return self._of_each(replicas, lambda replica: self._describe(replica, _PROBE_TIMEOUT_S))
+
+        def ask(replica: Replica) -> ReplicaDescription:
+            is_good = replica.description is not None and not replica.error
+            timeout_s = self._waits.sync_wait_s if is_good else _PROBE_TIMEOUT_S
+            return self._describe(replica, timeout_s)
+
+        return self._of_each(replicas, ask)
 
     def _of_each(
         self, replicas: Sequence[Replica], ask: Callable[[Replica], T]
@@ -437,7 +488,10 @@ class RolloutClient(contextlib.AbstractContextManager):
         now = time.monotonic()
         # One that did not answer may cost its whole timeout again. Its pauses grow.
         due = [r for r in self._replicas if r.answers or now >= r.retry_at or not good]
-        for replica, found in self._ask([r for r in due if r not in good]).items():
+        # One that started again has lost the base of an adapter.
+        known = [] if self._weights.adapter else good
+        for replica, found in self._ask([r for r in due if r not in known]).items():
+            good = [r for r in good if r is not replica]
             if isinstance(found, ReplicaDescription):
                 self._adopt(replica, found)
                 good.append(replica)
@@ -534,13 +588,15 @@ class RolloutClient(contextlib.AbstractContextManager):
             with reading, self._one_sync:
                 if ended.is_set() or replica.version == version:  # as another call has done
                     return
-                replica.answers = True
+                replica.answers, replica.base = True, description.base_digest
                 if description.version == version:
                     self._adopt(replica, description)
                     return
+                first = self._weights.missing(replica)
                 found, failures = send_weights(
                     dataclasses.replace(version, digest=""),
-                    self._specs,
+                    self._weights,
+                    0,
                     read(),
                     [replica],
                     memory=self._memory,
@@ -555,7 +611,7 @@ class RolloutClient(contextlib.AbstractContextManager):
                     replica.version = None
                     replica.set_aside(error)
                 else:
-                    self._note_weights(replica, version)
+                    self._note_weights(replica, version, first)
                     self._waits.progress(f"{replica.name} has weights {version} again")
         except Ended:
             replica.version = None

@@ -18,10 +18,17 @@ import numpy as np
 from semrl_jax.rollout.client.replica import Replica, Responses
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server.request_checks import refused_if_invalid, status_of
-from semrl_jax.rollout.server.service import RolloutService, check_finite
+from semrl_jax.rollout.server.service import Base, RolloutService, check_finite
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.codec import GenerateCall
-from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, TensorSum, WeightVersion
+from semrl_jax.types import (
+    Adapter,
+    ReplicaDescription,
+    Rollout,
+    TensorSpec,
+    TensorSum,
+    WeightVersion,
+)
 
 if TYPE_CHECKING:
     from jax import Array
@@ -92,17 +99,27 @@ class LocalReplica(Replica):
         specs: Sequence[TensorSpec],
         arrays: Iterable[tuple[str, np.ndarray | Array]],
         timeout_s: float,
+        adapter: Adapter | None = None,
+        base: str = "",
     ) -> WeightVersion:
-        """Loads and commits all tensors, by name; reads the iterator in the caller's thread."""
+        """Loads and commits all tensors, by name; reads the iterator in the caller's thread.
+
+        Args:
+          adapter: the last tensors are its.
+          base: a name of the base of the adapter. If the replica holds it, the tensors are the
+            adapter's alone.
+        """
+        held = base if base == self._service.describe().base_digest else ""
         begun: concurrent.futures.Future = concurrent.futures.Future()
         loaded: concurrent.futures.Future = concurrent.futures.Future()
         loaded.set_running_or_notify_cancel()  # the end of the update does not cancel it
 
-        async def receive() -> WeightVersion:
-            self._engine.begin_weight_update(self._service.check_update(version, specs))
+        async def receive() -> tuple[WeightVersion, Base | None]:
+            update = self._service.check_update(version, specs, adapter, held)
+            self._engine.begin_weight_update(update.specs, update.adapter)
             begun.set_result(None)
             check_finite(version.step, await asyncio.wrap_future(loaded))
-            return version
+            return version, Base(base) if base else None
 
         update = self._submit(self._service.update(receive))
         try:

@@ -137,6 +137,7 @@ class Replica(abc.ABC):
         self.address = address  # host:port, or another unique name
         self.description: ReplicaDescription | None = None  # its last answer to Describe
         self.version: WeightVersion | None = None  # unknown; it then gets no Generate call
+        self.base = ""  # of adapters; the digest of the one that it holds
         self.error = ""  # why it was set aside, if it was
         self.retry_at = 0.0  # in `time.monotonic()`; before it gets no call
         self.failed_at = 0.0  # when it was last set aside

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semrl_jax.rollout.wire.codec import GenerateCall, NotOffered
-from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, TensorSum, WeightVersion
+from semrl_jax.types import (
+    Adapter,
+    ReplicaDescription,
+    Rollout,
+    TensorSpec,
+    TensorSum,
+    WeightVersion,
+)
 
 if TYPE_CHECKING:
     from jax import Array
@@ -43,11 +50,21 @@ class Engine(abc.ABC):
     def expected_tensors(self) -> Sequence[TensorSpec]:
         """Names and shapes of the tensors of a weight update; the sender chooses the dtype."""
 
+    def adapter_modules(self) -> Sequence[str]:
+        """The modules of a layer that may have adapters, up to `max_adapter_rank`."""
+        return ()
+
     @abc.abstractmethod
-    def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
+    def begin_weight_update(
+        self, specs: Sequence[TensorSpec], adapter: Adapter | None = None
+    ) -> Mapping[str, np.ndarray]:
         """Returns a writable uint8 staging buffer of `num_bytes` for each tensor, by name.
 
         The service asks for each buffer once, in the order of `specs`, before it fills it.
+
+        Args:
+          adapter: `specs` end with its tensors, or have no others: the base then stays in use. None
+            ends the use of an earlier one.
         """
 
     def lend_tensors(self, tensors: Mapping[str, np.ndarray]) -> bool:

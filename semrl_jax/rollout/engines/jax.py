@@ -25,6 +25,7 @@ from semrl_jax.models import (
     UnstackedParams,
     array_sums,
     iterate_engine_tensors,
+    layer_kernels,
     make_mesh,
     parameter_shardings,
     tensor_specs,
@@ -36,7 +37,14 @@ from semrl_jax.rollout.engines.decoding import DecodingCall
 from semrl_jax.rollout.engines.keeping import Kept
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support.programs import is_one_cpu, num_side_by_side
-from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, TensorSum, WeightVersion
+from semrl_jax.types import (
+    Adapter,
+    ReplicaDescription,
+    Rollout,
+    TensorSpec,
+    TensorSum,
+    WeightVersion,
+)
 
 MIN_PART = 16  # responses in a part of a call
 _ALIGNMENT = 64  # bytes
@@ -97,12 +105,14 @@ class JaxEngine(Engine):
             max_response_tokens=max_response_tokens,
             is_deterministic=True,
             calls_at_once=1,  # `generate` does one after the other
+            max_adapter_rank=policy.config.hidden_size,  # a side of every kernel
         )
         self._tokens = tokens
         self._max_batch = max_batch
         self._chunk = chunk
         self._device_lock = device_lock or contextlib.nullcontext()
         self._params: Params | None = None
+        self._adapter: Adapter | None = None  # in the parameters
         self._staged: _StagedWeights | None = None
         # In one thread the programs run one after the other, and the event loop stays free.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax-engine")
@@ -146,10 +156,18 @@ class JaxEngine(Engine):
         self.release(weights=True)
         return ""
 
-    def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
+    def adapter_modules(self) -> Sequence[str]:
+        return [kernel.name for kernel in layer_kernels(self._policy.config).values()]
+
+    def begin_weight_update(
+        self, specs: Sequence[TensorSpec], adapter: Adapter | None = None
+    ) -> Mapping[str, np.ndarray]:
         self.release()  # the memory is needed for these weights
-        params = UnstackedParams(self._policy.config, self._shardings, self._policy.compute_dtype)
-        self._staged = _StagedWeights(specs, params, self._device_lock)
+        policy, (first, *_) = self._policy, self.expected_tensors()
+        has_base = any(spec.name == first.name for spec in specs)
+        base = None if has_base else self._params
+        params = UnstackedParams(policy.config, self._shardings, policy.compute_dtype, adapter)
+        self._staged = _StagedWeights(specs, params, self._device_lock, adapter, base)
         return self._staged
 
     def lend_tensors(self, tensors: Mapping[str, np.ndarray]) -> bool:
@@ -168,6 +186,7 @@ class JaxEngine(Engine):
         # Waits for the program that runs, then for the last tensors on the devices.
         loop = asyncio.get_running_loop()
         self._params = await loop.run_in_executor(self._thread, staged.finish)
+        self._adapter = staged.adapter
 
     def abort_weight_update(self) -> None:
         self._staged = None
@@ -187,7 +206,9 @@ class JaxEngine(Engine):
         found = []
         with self._device_lock:
             # One tensor after the other: no more than one is held in another layout.
-            for spec, array in iterate_engine_tensors(self._params, self._policy.config):
+            for spec, array in iterate_engine_tensors(
+                self._params, self._policy.config, self._adapter
+            ):
                 checksum, norm = array_sums(array)
                 found.append(TensorSum(spec.name, spec.dtype, int(checksum), float(norm)))
         return found
@@ -260,7 +281,10 @@ class _StagedWeights(Mapping[str, np.ndarray]):
         specs: Sequence[TensorSpec],
         params: UnstackedParams,
         device_lock: contextlib.AbstractContextManager,
+        adapter: Adapter | None,
+        base: Params | None,  # that stay, if only an adapter comes
     ):
+        self.adapter, self._base = adapter, base
         self._specs = {spec.name: spec for spec in specs}
         self._params = params
         self._device_lock = device_lock
@@ -310,7 +334,7 @@ class _StagedWeights(Mapping[str, np.ndarray]):
 
     def finish(self) -> Params:
         self.load(tuple(self._buffers))  # what has not been loaded yet
-        return self._params.finish()
+        return self._params.finish(self._base)
 
     def _take(self, num_bytes: int) -> np.ndarray:
         """Memory that was used before costs no page faults."""

@@ -34,6 +34,7 @@ from semrl_jax.rollout.wire.codec import GenerateCall, LimitExceeded, NotOffered
 from semrl_jax.rollout.wire.shared_memory import layout
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
+    Adapter,
     FinishReason,
     HiddenStateParams,
     ReplicaDescription,
@@ -49,6 +50,9 @@ from semrl_jax.types import (
 
 MAX_PROMPTS = 65_536  # responses of a call
 EXTENSION = "semrl_vllm.extension.RolloutExtension"
+ADAPTER_ID = 1  # of the only adapter
+# vLLM has buffers of these sizes for adapters.
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CHECK_PROMPT_TOKENS = 5
 CHECK_TOKENS = 8
 CPU_CACHE_GIB = 4.0
@@ -74,6 +78,7 @@ class VllmSettings:
     max_tokens: int = 0  # of a prompt and its response together; 0: the sum of their limits
     inner_states: bool = False  # whether it gives those of all layers; without compilation
     sleeps: bool = False  # whether `sleep` may be called
+    max_adapter_rank: int = 0  # of adapters that it applies unmerged; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,7 @@ class VllmModel:
     hidden_size: int
     num_layers: int
     tokens: TokenBytes | None = None  # of the tokenizer; None: the engine takes no stop strings
+    adapter_modules: tuple[str, ...] = ()  # of a layer, which may have adapters
 
 
 class VllmEngine(Engine):
@@ -122,6 +128,7 @@ class VllmEngine(Engine):
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
             calls_at_once=CALLS_AT_ONCE,
+            max_adapter_rank=settings.max_adapter_rank,
             layers_reason=""
             if settings.inner_states
             else "vLLM's compiled model gives out no inner ones; set rollout.vllm_inner_states, or "
@@ -140,7 +147,8 @@ class VllmEngine(Engine):
         self._running: set[str] = set()  # request ids
         self._num_aborts = 0  # a call that began before the last abort is ended by it
         self._staged: _Staging | None = None
-        self._serving: _Staging | None = None  # the weights to restore after a failed update
+        # What to restore after a failed update: weights, and perhaps a later adapter.
+        self._serving: list[_Staging] = []
         self._spare: _Staging | None = None  # for the next update: new memory costs page faults
         self._is_asleep = False
         self._versions: dict[str, WeightVersion] = {}  # by vLLM's label of the weights
@@ -202,10 +210,16 @@ class VllmEngine(Engine):
     def expected_tensors(self) -> Sequence[TensorSpec]:
         return self._model.specs
 
-    def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
+    def adapter_modules(self) -> Sequence[str]:
+        return self._model.adapter_modules
+
+    def begin_weight_update(
+        self, specs: Sequence[TensorSpec], adapter: Adapter | None = None
+    ) -> Mapping[str, np.ndarray]:
         self._staged, self._spare = self._spare, None
         if self._staged is None or self._staged.specs != tuple(specs):
             self._staged = _Staging(specs)
+        self._staged.adapter = adapter
         return self._staged.buffers
 
     async def commit_weight_update(self, version: WeightVersion) -> None:
@@ -231,7 +245,11 @@ class VllmEngine(Engine):
         tensors = [[spec.name, list(spec.shape)] for spec in self._model.specs]
         with _engine_errors():
             (worker, *_) = await self._llm.collective_rpc("semrl_tensor_sums", args=(tensors,))
-        return [TensorSum(*each) for each in worker]
+        adapter, changed = self._serving[-1].adapter, set()
+        if adapter is not None:  # these are the base's
+            names = (spec.name for spec in adapter.specs(self._model.specs))
+            changed = {f"{name.rsplit('.', 2)[0]}.weight" for name in names}
+        return [TensorSum(*each) for each in worker if each[0] not in changed]
 
     async def sleep(self) -> str:
         if not self._settings.sleeps:
@@ -294,6 +312,7 @@ class VllmEngine(Engine):
                 # A compiled model calls no hooks.
                 enforce_eager=settings.enforce_eager or settings.inner_states,
                 quantization=settings.quantization or None,
+                **_lora_arguments(self._model, settings),
                 enable_sleep_mode=settings.sleeps and current_platform.is_sleep_mode_available(),
                 # The log-probabilities are of the distribution that is sampled from: after
                 # temperature, top-k and top-p.
@@ -419,6 +438,7 @@ class VllmEngine(Engine):
         """The final output; how many of its tokens stay if a stop string ended it, else None."""
         import vllm
         from vllm.inputs import tokens_input
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         wants_prompt = "prefill" in kinds
@@ -445,7 +465,14 @@ class VllmEngine(Engine):
         if sampling.stop_strings:
             matcher = StopMatcher(self._model.tokens, sampling.stop_strings)
         num_read, num_kept = 0, None
-        async for found in self._llm.generate(tokens_input(prompt.tolist()), params, request_id):
+        adapter = None
+        if self._serving and self._serving[-1].adapter is not None:
+            # Workers have it already, so that they do not read the path.
+            adapter = LoRARequest("adapter", ADAPTER_ID, lora_path="in memory")
+        outputs = self._llm.generate(
+            tokens_input(prompt.tolist()), params, request_id, lora_request=adapter
+        )
+        async for found in outputs:
             output = found.outputs[0]
             if num_kept is not None:  # what was sampled until vLLM ended it
                 continue
@@ -506,20 +533,27 @@ class VllmEngine(Engine):
     async def _load(self, staged: _Staging) -> None:
         """Loads new weights into the workers; if that fails, the previous ones again."""
         try:
-            await self._llm.collective_rpc(
-                "semrl_load_weights", args=(staged.path, staged.manifest)
-            )
+            await self._load_one(staged)
         except Exception as error:
-            if self._serving is None:
+            if not self._serving:
                 raise EngineDeadError(f"vLLM took no weights: {error}") from error
             try:
-                await self._llm.collective_rpc(
-                    "semrl_load_weights", args=(self._serving.path, self._serving.manifest)
-                )
+                for earlier in self._serving:
+                    await self._load_one(earlier)
             except Exception as again:
                 raise EngineDeadError(f"vLLM took neither new nor old weights: {again}") from error
             raise
-        self._serving, self._spare = staged, self._serving
+        kept = [] if staged.manifests[0] else self._serving[:1]
+        self._spare = self._serving[-1] if len(self._serving) > len(kept) else None
+        self._serving = [*kept, staged]
+
+    async def _load_one(self, staged: _Staging) -> None:
+        base, adapter = staged.manifests
+        if base:
+            await self._llm.collective_rpc("semrl_load_weights", args=(staged.path, base))
+        if adapter:  # after its base, which removes an earlier one
+            args = staged.path, adapter, staged.adapter.rank
+            await self._llm.collective_rpc("semrl_load_adapter", args=args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -537,6 +571,7 @@ class _Staging:
 
     def __init__(self, specs: Sequence[TensorSpec]):
         self.specs = tuple(specs)
+        self.adapter: Adapter | None = None  # whose tensors are the last ones
         starts, num_bytes = layout(specs)
         self._file = os.memfd_create("semrl-staging", os.MFD_CLOEXEC)
         os.ftruncate(self._file, max(num_bytes, 1))
@@ -551,8 +586,28 @@ class _Staging:
             for spec, start in zip(specs, starts)
         }
 
+    @property
+    def manifests(self) -> tuple[list[list], list[list]]:
+        """The tensors of an adapter come after all others."""
+        parts: tuple[list[list], list[list]] = ([], [])
+        for entry in self.manifest:
+            parts[".lora_" in entry[0]].append(entry)
+        return parts
+
     def __del__(self):
         os.close(self._file)
+
+
+def _lora_arguments(model: VllmModel, settings: VllmSettings) -> dict[str, Any]:
+    """vLLM's arguments for one adapter. Modules without adapters, as of experts, get no buffers."""
+    if not settings.max_adapter_rank:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(n for n in ADAPTER_RANKS if n >= settings.max_adapter_rank),
+        "lora_target_modules": [name.rpartition(".")[2] for name in model.adapter_modules],
+    }
 
 
 def _finish_reason(output: Any, sampling: SamplingParams) -> FinishReason:

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -26,6 +27,7 @@ from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.shared_memory import layout, open_memory
 from semrl_jax.support import compilation
 from semrl_jax.types import (
+    Adapter,
     HiddenStateParams,
     ReplicaDescription,
     Rollout,
@@ -36,6 +38,22 @@ from semrl_jax.types import (
 )
 
 _log = logging.getLogger(__name__)
+
+
+class Base(NamedTuple):
+    """The tensors that the adapters of an update belong to."""
+
+    digest: str  # identity; for weights from a server's client, of their manifest
+    specs: Sequence[TensorSpec] = ()
+    checksums: Sequence[bytes] = ()
+
+
+class Update(NamedTuple):
+    """A checked announcement of weights."""
+
+    specs: tuple[TensorSpec, ...]  # of what comes
+    adapter: Adapter | None  # whose tensors are the last ones
+    base: Base | None  # stays, if only the adapter comes
 
 
 class RolloutService:
@@ -69,6 +87,7 @@ class RolloutService:
             metric_kinds=METRICS if measures else (),
         )
         self._version: WeightVersion | None = None
+        self._base: Base | None = None  # in the weights, if these have an adapter
         self._run_id = ""  # of the run that the replica belongs to
         self._running: set[asyncio.Event] = set()  # one per Generate call, set at its end
         self._gate = asyncio.Event()  # closed while weights are committed
@@ -85,7 +104,10 @@ class RolloutService:
     def describe(self) -> ReplicaDescription:
         """What the replica is, serves and compiles now."""
         return dataclasses.replace(
-            self.description, version=self._version, compiling=compilation.current()
+            self.description,
+            version=self._version,
+            compiling=compilation.current(),
+            base_digest=self._base.digest if self._base else "",
         )
 
     async def generate(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
@@ -99,14 +121,19 @@ class RolloutService:
                         yield rollout
                         count(rollout)
 
-    async def update(self, receive: Callable[[], Awaitable[WeightVersion]]) -> WeightVersion:
-        """Stages weights with `receive`, which returns their version, and commits them."""
+    async def update(
+        self, receive: Callable[[], Awaitable[tuple[WeightVersion, Base | None]]]
+    ) -> WeightVersion:
+        """Stages weights with `receive` and commits them.
+
+        `receive` returns their version, and their base if an adapter belongs to it.
+        """
         if self._updating:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "another weight update is running.")
         self._updating = True
         started = paused = time.monotonic()
         try:
-            version = await receive()
+            version, base = await receive()
             paused = time.monotonic()
             self._gate.clear()
             await _all_set(self._running)
@@ -115,7 +142,7 @@ class RolloutService:
             self._end_update("failed", started, paused)
             raise
         # In a separate task: a commit that has begun is completed even if the caller is gone.
-        self._commit_task = asyncio.create_task(self._commit(version, started, paused))
+        self._commit_task = asyncio.create_task(self._commit(version, base, started, paused))
         await asyncio.shield(self._commit_task)
         return version
 
@@ -128,7 +155,7 @@ class RolloutService:
     def release(self, weights: bool) -> None:
         """Frees what the engine keeps; without weights, calls are refused until new ones come."""
         if weights:
-            self._version = None
+            self._version = self._base = None
         self._engine.release(weights)
 
     async def sleep(self, run_id: str) -> str:
@@ -147,7 +174,7 @@ class RolloutService:
             self._gate.clear()
             try:
                 await _all_set(self._running)
-                self._version = None  # first: a failure may have freed a part
+                self._version = self._base = None  # first: a failure may have freed a part
                 with refused_if_invalid():
                     return await self._engine.sleep()
             finally:
@@ -182,7 +209,7 @@ class RolloutService:
         """
         specs = self._engine.expected_tensors()
 
-        async def receive() -> WeightVersion:
+        async def receive() -> tuple[WeightVersion, None]:
             buffers, checksums = self._engine.begin_weight_update(specs), []
 
             def fill() -> None:
@@ -193,22 +220,42 @@ class RolloutService:
                     self._engine.load_tensors([spec.name])
 
             await asyncio.to_thread(fill)
-            return dataclasses.replace(version, digest=manifest_digest(specs, checksums))
+            return dataclasses.replace(version, digest=manifest_digest(specs, checksums)), None
 
         return await self.update(receive)
 
     def check_update(
-        self, begin: pb.BeginUpdate | WeightVersion, tensors: Sequence[pb.TensorSpec | TensorSpec]
-    ) -> tuple[TensorSpec, ...]:
-        """The tensors of an update; raises Refused if the replica cannot take them."""
+        self,
+        begin: pb.BeginUpdate | WeightVersion,
+        tensors: Sequence[pb.TensorSpec | TensorSpec],
+        adapter: pb.Adapter | Adapter | None = None,
+        base_digest: str = "",
+    ) -> Update:
+        """What an update consists of; raises Refused if the replica cannot take it."""
         for field in ("run_id", "attempt_id"):
             if not 0 < len(getattr(begin, field)) <= codec.MAX_NAME_LENGTH:
                 raise _invalid(f"begin.{field} needs 1 to {codec.MAX_NAME_LENGTH} characters.")
         if begin.step < 0:
             raise _invalid(f"begin.step={begin.step} must be at least 0.")
         self._check_run(begin.run_id, "refuses weights of")
+        expected, base, decoded = self._engine.expected_tensors(), None, None
         with refused_if_invalid():
-            return codec.decode_specs(tensors, self._engine.expected_tensors())
+            if adapter is not None:
+                limit = self.description.max_adapter_rank
+                decoded = codec.decode_adapter(adapter, self._engine.adapter_modules(), limit)
+                own = decoded.specs(expected)
+                expected = own if base_digest else [*expected, *own]
+            specs = codec.decode_specs(tensors, expected)
+        if adapter is None and base_digest:
+            raise _invalid("begin.base_digest is only for adapters.")
+        if base_digest:
+            base = self._base
+            if base is None or base.digest != base_digest:
+                raise Refused(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"the replica does not hold the base {base_digest[:12]!r} of this adapter.",
+                )
+        return Update(specs, decoded, base)
 
     async def Describe(self, request, context) -> pb.DescribeResponse:
         description = dataclasses.replace(self.describe(), reads_memory=_is_readable(request))
@@ -349,12 +396,15 @@ class RolloutService:
             counts.running -= 1
             counts.unfinished -= num_left
 
-    async def _receive_weights(self, messages: AsyncIterator[codec.WeightMessage]) -> WeightVersion:
-        """Fills the engine's staging buffers; returns the version of the received weights."""
+    async def _receive_weights(
+        self, messages: AsyncIterator[codec.WeightMessage]
+    ) -> tuple[WeightVersion, Base | None]:
+        """Fills the engine's staging buffers; see `update`."""
         begin = await self._next(messages, "begin")
-        specs = self.check_update(begin, begin.tensors)
+        sent = begin.adapter if begin.HasField("adapter") else None
+        specs, adapter, base = self.check_update(begin, begin.tensors, sent, begin.base_digest)
         sources = _sources(begin, specs)
-        buffers = self._engine.begin_weight_update(specs)
+        buffers = self._engine.begin_weight_update(specs, adapter)
         checks = TensorChecks(self._engine.load_tensors)
         try:
             if not sources:
@@ -388,14 +438,21 @@ class RolloutService:
                     f"tensor {spec.name!r} arrived with checksum {received.hex()[:12]}, "
                     f"not {checksum.hex()[:12]}.",
                 )
-        digest = manifest_digest(specs, commit.checksums)
+        checksums = list(commit.checksums)
+        if base is not None:
+            specs, checksums = (*base.specs, *specs), [*base.checksums, *checksums]
+        elif adapter is not None:
+            count = len(self._engine.expected_tensors())
+            of_base = specs[:count], checksums[:count]
+            base = Base(manifest_digest(*of_base), *of_base)
+        digest = manifest_digest(specs, checksums)
         if commit.digest != digest:
             raise Refused(
                 grpc.StatusCode.DATA_LOSS,
                 f"the manifest's digest is {digest[:12]}, not {commit.digest[:12]!r}.",
             )
         check_finite(begin.step, unsound)  # only now is it known that the client sent these values
-        return WeightVersion(begin.run_id, begin.attempt_id, begin.step, digest)
+        return WeightVersion(begin.run_id, begin.attempt_id, begin.step, digest), base
 
     async def _receive_tensor(
         self,
@@ -437,11 +494,13 @@ class RolloutService:
                 yield spec
             num_read = chunk.tensor_index + 1
 
-    async def _commit(self, version: WeightVersion, started: float, paused: float) -> None:
+    async def _commit(
+        self, version: WeightVersion, base: Base | None, started: float, paused: float
+    ) -> None:
         result = "failed"
         try:
             await self._engine.commit_weight_update(version)
-            self._version, self._run_id = version, version.run_id
+            self._version, self._base, self._run_id = version, base, version.run_id
             self.counts.weight_step = version.step
             result = "committed"
             _log.info("serves weights %s", version)

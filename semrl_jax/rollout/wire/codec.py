@@ -24,6 +24,7 @@ from semrl_jax.types import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     TOKEN_ARRAYS,
+    Adapter,
     HiddenStateParams,
     MetricParams,
     ReplicaDescription,
@@ -39,7 +40,7 @@ from semrl_jax.types import (
 )
 
 PROTOCOL_MAJOR = 3
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change
@@ -173,6 +174,19 @@ def decode_specs(
     if problems:
         raise ValueError(f"tensors do not match the replica's model; {_some(problems, '; ')}.")
     return tuple(TensorSpec(m.name, shapes[m.name], m.dtype) for m in messages)
+
+
+def decode_adapter(message: pb.Adapter, modules: Sequence[str], max_rank: int) -> Adapter:
+    """Raises NotOffered if the replica applies no such adapters, ValueError if it is wrong."""
+    if not max_rank:
+        raise NotOffered("this replica applies no adapters; send merged weights.")
+    if not 0 < message.rank <= max_rank:
+        raise LimitExceeded(f"adapter.rank={message.rank} must be 1 to {max_rank}.")
+    if not message.modules or len(set(message.modules)) < len(message.modules):
+        raise ValueError("adapter.modules must name at least one module, each once.")
+    if unknown := [name for name in message.modules if name not in modules]:
+        raise ValueError(f"adapter.modules: {_some(unknown)} cannot have adapters.")
+    return Adapter(message.rank, tuple(message.modules))
 
 
 def encode_sums(version: WeightVersion, sums: Iterable[TensorSum]) -> pb.TensorSumsResponse:

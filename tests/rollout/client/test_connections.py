@@ -243,7 +243,7 @@ def test_replica_without_room_for_new_weights_says_so_and_keeps_the_old(world, s
     replica = world.replica(specs=LARGE)
     client = world.client(replica, share_memory=False, sync_timeout_s=1.0)
     old = sync(client)
-    replica.engine.begin_weight_update = lambda specs: _Staging(specs).buffers
+    replica.engine.begin_weight_update = lambda specs, adapter: _Staging(specs).buffers
     expected = f"within 1 s .*{replica.address}: INTERNAL: OSError: .*File too large"
     raised(RuntimeError, expected, sync, client, 2.0, step=1)
     assert (replica.engine.weights["second"] == 1.0).all()

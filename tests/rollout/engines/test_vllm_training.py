@@ -30,7 +30,7 @@ FLAGS = (
 def test_a_run_with_a_vllm_child(tmp_path, fields):
     """Weights reach vLLM at every step: its log-probabilities agree with the trained policy.
 
-    The weights of adapters are merged into their base before they are sent.
+    Adapters are sent without their base after the first step.
     """
     result = run(
         "launch.train", *FLAGS, *fields, "--config.training.num_steps=3",
@@ -40,6 +40,8 @@ def test_a_run_with_a_vllm_child(tmp_path, fields):
     assert "done: 3 steps" in result.stdout
     *rows, last = read_rows(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2]
+    if "--config.lora.rank=4" in fields:
+        assert rows[1]["rollout/weight_bytes"] < 0.1 * rows[0]["rollout/weight_bytes"]
     for row in rows:
         assert row["rollout/logprob_mismatch/max"] < 1e-4
         assert row["policy/grad_norm"] > 0 and row["rollout/weight_bytes"] > 0

@@ -16,6 +16,7 @@ from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
+    Adapter,
     HiddenStateParams,
     MetricParams,
     ReplicaDescription,
@@ -56,6 +57,8 @@ DESCRIPTION = ReplicaDescription(
     is_deterministic=True,
     calls_at_once=4,
     compiling="decode_chunk for 12 s",
+    max_adapter_rank=64,
+    base_digest="b" * 64,
 )
 SAMPLING = SamplingParams(
     max_tokens=1024,
@@ -132,6 +135,10 @@ def messages():
     begin_memory = pb.UpdateWeightsRequest(begin=begin)
     begin_memory.begin.memory.CopyFrom(MEMORY)
 
+    of_adapter = pb.UpdateWeightsRequest(begin=begin)
+    of_adapter.begin.adapter.CopyFrom(pb.Adapter(rank=8, modules=["mlp.up_proj"]))
+    of_adapter.begin.base_digest = "b" * 64
+
     def request(*arguments):
         return codec.encode_request(GenerateCall(REQUESTS, *arguments))
 
@@ -142,6 +149,7 @@ def messages():
         "generate_request_measured": request(PENALISED, HiddenStateParams(), VERSION, PARAMS, True),
         "update_begin": pb.UpdateWeightsRequest(begin=begin),
         "update_begin_memory": begin_memory,
+        "update_begin_adapter": of_adapter,
         "update_chunk": pb.UpdateWeightsRequest(chunk=chunk),
         "update_chunk_memory": pb.UpdateWeightsRequest(chunk=pb.TensorChunk(tensor_index=1)),
         "update_commit": pb.UpdateWeightsRequest(commit=commit),
@@ -203,6 +211,9 @@ def test_a_weight_update_is_read():
     assert (kind, begin.memory) == ("begin", MEMORY)
     assert (begin.run_id, begin.attempt_id, begin.step) == ("run-7", "attempt-2", 41)
     assert codec.decode_specs(begin.tensors, SPECS) == SPECS
+    _, begin = update.read(recorded("update_begin_adapter"))
+    found = codec.decode_adapter(begin.adapter, ["mlp.up_proj"], 8)
+    assert (found, begin.base_digest) == (Adapter(8, ("mlp.up_proj",)), "b" * 64)
     assert update.read(recorded("update_chunk_memory")) == ("chunk", codec.Chunk(b"", 1))
     kind, commit = update.read(recorded("update_commit"))
     assert (kind, list(commit.checksums)) == ("commit", CHECKSUMS)

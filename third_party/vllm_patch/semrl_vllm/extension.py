@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ import numpy as np
 import torch
 
 from semrl_vllm.pool import PoolShape, RowPool
+
+ADAPTER_ID = 1  # of the only adapter, as requests name it
 
 
 @dataclasses.dataclass
@@ -168,24 +171,11 @@ class RolloutExtension:
         """
         runner = self.model_runner
         is_tied = runner.model_config.hf_config.tie_word_embeddings
-        with open(path, "rb") as file:
-            # Private, because torch wants writable memory.
-            memory = mmap.mmap(
-                file.fileno(), os.fstat(file.fileno()).st_size, flags=mmap.MAP_PRIVATE
-            )
-
         checked = False
 
         def pieces():
             nonlocal checked
-            for name, dtype, shape, offset in tensors:
-                count = 1
-                for extent in shape:
-                    count *= extent
-                tensor = torch.frombuffer(
-                    memory, dtype=getattr(torch, dtype), count=count, offset=offset
-                )
-                yield name, tensor.view(shape)
+            yield from _tensors(path, tensors)
             # vLLM has now processed all tensors, but has not yet finished incomplete layers.
             checked = True
             if left := _left_out(runner.model, is_tied):
@@ -204,6 +194,29 @@ class RolloutExtension:
             _repack_tied_head(runner.model)
         _repack_experts(runner.model)
 
+    def semrl_load_adapter(self, path: str, tensors: list[list], rank: int) -> None:
+        """Applies this adapter, whose second matrices are scaled, in place of an earlier one.
+
+        Args:
+          path, tensors: as in `semrl_load_weights`, by the names <module>.lora_A.weight and lora_B.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            {f"base_model.model.{name}": tensor for name, tensor in _tensors(path, tensors)},
+            PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
+
     def semrl_tensor_sums(self, tensors: list[list]) -> list[list]:
         """Sums of the weights as vLLM holds them, without a copy of a whole tensor.
 
@@ -215,16 +228,19 @@ class RolloutExtension:
           vLLM fuses several. Those that are split, quantised or packed are left out.
         """
         model, shapes = self.model_runner.model, dict(tensors)
-        held = dict(model.named_parameters())  # without kernels that a CPU packs
+        held = {  # without kernels that a CPU packs
+            name.replace(".base_layer.", "."): tensor for name, tensor in model.named_parameters()
+        }
         wholes = {}
         for whole, parts in getattr(model, "packed_modules_mapping", {}).items():
             wholes |= dict.fromkeys(parts, (whole, parts))
         found = []
         for name, shape in tensors:
-            path, module, leaf = name.rsplit(".", 2)
+            *parents, module, leaf = name.rsplit(".", 2)  # lm_head.weight has no parent
+            path = "".join(f"{parent}." for parent in parents)
             whole, parts = wholes.get(module, (module, [module]))
-            rows = [shapes.get(f"{path}.{part}.{leaf}", [0])[0] for part in parts]
-            tensor = held.get(f"{path}.{whole}.{leaf}")
+            rows = [shapes.get(f"{path}{part}.{leaf}", [0])[0] for part in parts]
+            tensor = held.get(f"{path}{whole}.{leaf}")
             if tensor is None or str(tensor.dtype) not in _BITS:
                 continue
             # A vocabulary may have rows of padding.
@@ -234,6 +250,18 @@ class RolloutExtension:
             dtype = str(tensor.dtype).removeprefix("torch.")
             found.append([name, dtype, *_sums(tensor.data[first : first + shape[0]])])
         return found
+
+
+def _tensors(path: str, tensors: list[list]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in a file by [name, dtype, shape, first byte]."""
+    with open(path, "rb") as file:
+        # Private, because torch wants writable memory.
+        memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, flags=mmap.MAP_PRIVATE)
+    for name, dtype, shape, offset in tensors:
+        tensor = torch.frombuffer(
+            memory, dtype=getattr(torch, dtype), count=math.prod(shape), offset=offset
+        )
+        yield name, tensor.view(shape)
 
 
 _BITS = {"torch.float32": torch.int32, "torch.bfloat16": torch.int16, "torch.float16": torch.int16}
