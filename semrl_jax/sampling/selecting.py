@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.data.prompts import Position
-from semrl_jax.sampling.scoring import Scored, ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens
 from semrl_jax.sampling.source import Rounds, Sample
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
@@ -109,7 +109,7 @@ def sample_until_kept(
         correct.append(np.array([item.verdict.correct for item in scored]).reshape(shape))
         deciding = rewards[-1] if keep_by == "reward" else correct[-1]
         differs.append((deciding != deciding[:, :1]).any(axis=1))
-        num_tokens += sum(item.rollout.num_policy_tokens for item in scored)
+        num_tokens += num_sampled_tokens(scored)
         for group in np.flatnonzero(differs[-1])[: num_groups - len(kept)]:
             kept.append(scored[group * shape[1] : (group + 1) * shape[1]])
         del scored  # may hold hidden states: only kept responses stay while others are sampled

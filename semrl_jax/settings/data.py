@@ -51,6 +51,11 @@ class Data:
         ("question",), "fields of a row that make the question, joined by a space", items=str
     )
     answer_field: str = setting("answer", "field of a row with the reference answer")
+    given_field: str = setting(
+        "",
+        "Field of a row with a given response, such as a demonstration, or a list of them, for "
+        "rollout.given_responses; empty: none. docs/data.md",
+    )
     answer_after: str = setting("", "the answer follows this mark, #### in GSM8K; empty: no mark")
     # "auto" is another name of the template, so the prompts are compared instead.
     template: str = setting(
