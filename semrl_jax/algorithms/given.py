@@ -52,7 +52,7 @@ def rl_plus(tokens: Tokens) -> Float[Array, "*tokens"]:
 
 
 def sft(tokens: Tokens) -> Float[Array, "*tokens"]:
-    """-logprobs, whatever the reward: supervised learning next to reinforcement learning.
+    """-logprobs: supervised learning, next to the reinforcement learning of the sampled responses.
 
     Given responses do not count in the statistics of their group: they take the mean reward of the
     sampled ones. With `rollout.given_when="failed"`, a failed group learns its demonstration alone.

@@ -1,4 +1,4 @@
-"""Given responses: those of the data that take the place of the last sampled ones of a group.
+"""Given responses: the data has them, and they replace the last sampled responses of a group.
 
 They are verified as the others are. The engine has no log-probabilities and no hidden states of
 them.
