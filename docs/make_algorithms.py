@@ -47,8 +47,8 @@ logits of both models are computed in tiles and never stored, so nothing is cut 
 OF_GIVEN = """
 ## Given responses
 
-With [`rollout.given_responses`](data.md#given-responses), tokens of given responses have this loss in place of the
-surrogate, times `loss.given_coefficient`. p = exp(logprobs). The other policy's probabilities are not known.
+With [`rollout.given_responses`](data.md#given-responses), tokens of given responses have this loss
+in place of the surrogate, times `loss.given_coefficient`. p = exp(logprobs).
 
 | `loss.given_surrogate` | Loss of a token | Source |
 |---|---|---|"""
@@ -144,7 +144,7 @@ LEFT_OUT = """## Left out
 |---|---|
 | ACE, ARM, StableReinforce | the constants or the formula were not published |
 | CURE, LATR, ROSE, DeepSearch | responses branch; the engines sample each from its prompt |
-| AMPO's choice among teachers | the policy's probability of the answer after each given response; here the first ones are taken, with `given_when=failed` |
+| AMPO's choice of teachers | by log-probabilities of the answer; here the first responses enter |
 | Guide, GHPO, SEELE | hints, or a part of a solution, in the prompts of some responses of a group |
 | CalibRL | a loss of sampled responses that compares them with the given one |
 | CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
@@ -156,7 +156,8 @@ LEFT_OUT = """## Left out
 | APRIL, arrol | responses that are begun and given up; here all are completed |
 | NExt, merging of models | changes of saved weights, after training |
 | router replay | engine and trainer choose the experts of a token each for itself |
-| REAL, REC, RED, V0.5, MSSR, SPARK, RLSP, ScaleRL, OLR, TraPO, RECAP, RoRecomp, SCOPE | not examined yet |
+| REAL, REC, RED, V0.5, MSSR, SPARK, RLSP, ScaleRL, OLR, TraPO, RECAP | not examined yet |
+| RoRecomp, SCOPE | the same |
 """
 
 
