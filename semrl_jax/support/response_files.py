@@ -76,8 +76,8 @@ COLUMNS = {
     "finish_reason": Column(
         TEXT,
         "`eos`; `stop`: a stop token, word or [string](data.md#where-a-response-ends); `length`; "
-        "`aborted`; `given` [by the data](data.md#given-responses); `prompt_too_long` for a problem "
-        "that was not sampled",
+        "`aborted`; `given` [by the data](data.md#given-responses); `prompt_too_long` for a "
+        "problem that was not sampled",
     ),
     "num_tokens": Column(WHOLE, "tokens that the policy sampled"),
     "mean_logprob": Column(NUMBER, "mean of their `rollout_logprobs`; NaN without one"),
