@@ -44,7 +44,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], prefix: Sequence[int]) ->
 
 def encode_given(
     tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int
-) -> list[Int[np.ndarray, " T"]]:
+) -> list[Int[np.ndarray, " _"]]:
     """Int32 ids of given responses, as a policy would sample them: the end token comes last.
 
     RowError: one has more than `max_tokens`.

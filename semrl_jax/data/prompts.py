@@ -45,9 +45,7 @@ class PromptExample:
     question: str = ""  # without the template; "" if only the prompt is known
     problem_type: str = ""  # of a problem of a benchmark, such as "Algebra"; "" if it has none
     template: str = ""  # with which the prompt was made; "" if that is not known
-    given: tuple[
-        Int[np.ndarray, " T"], ...
-    ] = ()  # int32 ids of given responses, see `encode_given`
+    given: tuple[Int[np.ndarray, " _"], ...] = ()  # int32 ids of given responses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ class Draw(NamedTuple):
     references: Mapping[int, str]  # reference answer by group
     columns: Mapping[int, str]  # row of the prompt by group, see `data.PromptExample`, if any
     step: int = 0  # of the weights that sample them
-    given: Mapping[int, Sequence[Int[np.ndarray, " T"]]] = {}  # token ids by group
+    given: Mapping[int, Sequence[Int[np.ndarray, " _"]]] = {}  # token ids by group
 
 
 class Measuring(NamedTuple):

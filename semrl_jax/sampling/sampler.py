@@ -57,7 +57,7 @@ class Sampler:
         references: Mapping[int, str],
         *,
         columns: Mapping[int, str] | None = None,
-        given: Mapping[int, Sequence[Int[np.ndarray, " T"]]] = {},
+        given: Mapping[int, Sequence[Int[np.ndarray, " _"]]] = {},
         **options: Any,
     ) -> Scored:
         """All requested responses, scored, in (group, sample) order, in every process.

@@ -67,7 +67,7 @@ class SlotValues(NamedTuple):
     rollout_logprobs: Float[Array, "M R U"] | None
     advantages: Float[Array, "M R U"]
     weights: Float[Array, "M R U"]
-    given: Int[Array, "M R U"] | None = None
+    given: Float[Array, "M R U"] | None = None
 
 
 def batch_logprobs(
@@ -192,7 +192,7 @@ class PolicyLoss:
         rollout_logprobs = rows.rollout_logprobs if self.importance else None
         given = None
         if rows.given is not None:
-            given = (rows.response_mask & rows.given[:, None]).astype(np.int32)
+            given = (rows.response_mask & rows.given[:, None]).astype(np.float32)
         *values, given, weights = to_slots(
             (batch.old_logprobs, batch.ref_logprobs, rollout_logprobs, batch.advantages, given),
             rows.response_mask,
