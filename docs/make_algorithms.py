@@ -8,6 +8,7 @@ import re
 
 from semrl_jax.algorithms import SURROGATES
 from semrl_jax.algorithms.algorithm import PARTS
+from semrl_jax.algorithms.given import GIVEN_SURROGATES
 from semrl_jax.algorithms.objective import Objective
 from semrl_jax.algorithms.values import ValueLoss
 from semrl_jax.support.modules import module_names
@@ -43,6 +44,14 @@ the value of k3 with the gradient of k2. Source: Schulman, "Approximating KL div
 `exact` needs no sampled token: sum over the vocabulary of p log (p / q), with its gradient. The
 logits of both models are computed in tiles and never stored, so nothing is cut to the top k.
 """
+OF_GIVEN = """
+## Given responses
+
+With [`rollout.given_responses`](data.md#given-responses), tokens of given responses have this loss
+in place of the surrogate, times `loss.given_coefficient`. p = exp(logprobs).
+
+| `loss.given_surrogate` | Loss of a token | Source |
+|---|---|---|"""
 CORRECTIONS = """## Corrections against the rollout engine
 
 `--config.algorithms.importance.level=...` multiplies the advantages by weights from the ratio of
@@ -135,8 +144,9 @@ LEFT_OUT = """## Left out
 |---|---|
 | ACE, ARM, StableReinforce | the constants or the formula were not published |
 | CURE, LATR, ROSE, DeepSearch | responses branch; the engines sample each from its prompt |
-| RL-PLUS, AMPO, SCOPE, ReLIFT, GHPO | groups have given responses; here all are sampled |
-| Guide, SEELE, CalibRL | the same, or hints in the prompts of a part of the group |
+| AMPO's choice of teachers | by log-probabilities of the answer; here the first responses enter |
+| Guide, GHPO, SEELE | hints, or a part of a solution, in the prompts of some responses of a group |
+| CalibRL | a loss of sampled responses that compares them with the given one |
 | CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
 | SvS, MAE, SSP, SSRL | the policy writes its problems; here they are given |
 | ROVER | the values of all next tokens, with a softmax of its own in the sampler |
@@ -146,7 +156,8 @@ LEFT_OUT = """## Left out
 | APRIL, arrol | responses that are begun and given up; here all are completed |
 | NExt, merging of models | changes of saved weights, after training |
 | router replay | engine and trainer choose the experts of a token each for itself |
-| REAL, REC, RED, V0.5, MSSR, SPARK, RLSP, ScaleRL, OLR, TraPO, RECAP, RoRecomp | not examined yet |
+| REAL, REC, RED, V0.5, MSSR, SPARK, RLSP, ScaleRL, OLR, TraPO, RECAP | not examined yet |
+| RoRecomp, SCOPE | the same |
 """
 
 
@@ -189,7 +200,10 @@ def page() -> str:
         "",
         "| `loss.surrogate` | Loss of a token | Source |\n|---|---|---|",
         *losses,
-        KL_ESTIMATES,
+        KL_ESTIMATES.rstrip("\n"),
+        OF_GIVEN,
+        *(row(name, surrogate.loss.__doc__) for name, surrogate in GIVEN_SURROGATES.items()),
+        "",
         CORRECTIONS,
         LEFT_OUT,
     ]

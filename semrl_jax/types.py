@@ -19,8 +19,9 @@ from semrl_jax.metrics.names import ORDERS
 if TYPE_CHECKING:
     from jax import Array
 
-FinishReason = Literal["eos", "stop", "length", "aborted"]
-FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+FinishReason = Literal["eos", "stop", "length", "aborted", "given"]
+GIVEN: FinishReason = "given"  # a response of the data, which no engine sampled
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)[:-1]  # of sampled responses
 # Metrics of single turns, by the name of the field of a rollout.
 TURN_METRICS = {
     f"turn_{key.label}": key for key in (MetricKey("effective_rank", order) for order in ORDERS)
@@ -258,11 +259,11 @@ class Rollout:
       response_ids: int32 token ids, the end or stop token included: tokens that the policy sampled,
         and between them context, such as an environment's text.
       rollout_logprobs: float32 nats, under the distribution sampled from (after temperature, top-k
-        and top-p); 0 at context.
+        and top-p); 0 at context, NaN of a given response.
       rollout_raw_logprobs: float32 nats, of the unmodified logits; 0 at context; None if the engine
         has none.
       versions: spans of weight versions over the response tokens, context included; one span
-        unless the weights changed during the response.
+        unless the weights changed during the response; none of a given response.
       hidden_states: bfloat16 or float32; row t is the state whose logits produced response token t,
         and may hold anything at context. None if not requested.
       layers: the layer index of each of the L planes.
@@ -323,6 +324,11 @@ class Rollout:
     def __post_init__(self):
         if self.response_mask is None:
             object.__setattr__(self, "response_mask", np.ones(len(self.response_ids), bool))
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the response is of the data, in place of a sampled one; see `sampling.given`."""
+        return self.finish_reason == GIVEN
 
     @property
     def num_policy_tokens(self) -> int:
@@ -461,7 +467,9 @@ class RolloutBatch(NamedTuple):
         several conversations, segment c + 1 is conversation c, with positions of its own.
       response_mask: True on response tokens that the policy sampled, the end token included; False
         on padding, and on context between them, which `segment_ids` counts as tokens.
-      rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False.
+      rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False, NaN
+        of given responses.
+      given: True on given responses; None in a run without such.
     """
 
     token_ids: Int[Array, "B S"]
@@ -469,6 +477,14 @@ class RolloutBatch(NamedTuple):
     segment_ids: Int[Array, "B S"]
     response_mask: Bool[Array, "B T"]
     rollout_logprobs: Float[Array, "B T"]
+    given: Bool[Array, " B"] | None = None
+
+    @property
+    def sampled_mask(self) -> Bool[Array, "B T"]:
+        """`response_mask`, False on given responses: the tokens that the engine sampled."""
+        return (
+            self.response_mask if self.given is None else self.response_mask & ~self.given[:, None]
+        )
 
     @property
     def response_ids(self) -> Int[Array, "B T"]:

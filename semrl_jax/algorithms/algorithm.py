@@ -12,7 +12,8 @@ An algorithm is a module with these names:
 - `loss(logprobs, entropy, *, old_logprobs, ref_logprobs, advantages, weights, options)`: the share
   of a micro-batch in the loss of its mini-batch, and scalars to be summed like it, `policy/loss`
   among them. Arrays that the algorithm does not need are None. With `Needs.sequence_ids` there is
-  one more argument, `sequence_ids`; see `sum_over_sequences`. With `Needs.exact_kl`, `kl`.
+  one more argument, `sequence_ids`; see `sum_over_sequences`. With `Needs.exact_kl`, `kl`. With
+  `Needs.given`, `given`, which is None in a run without given responses.
 
 With `Needs.values`, which trains a critic, two more:
 
@@ -81,6 +82,8 @@ class Needs(NamedTuple):
     early_reference: bool = False
     turn_rewards: bool = False  # at the last token of each turn, see `placed_rewards`
     positive_rewards: bool = False  # a reward below 0 ends the run
+    given: bool = False  # for the loss, which tokens are of given responses
+    given_apart: bool = False  # given responses do not count in the statistics of their groups
 
 
 class Passes(NamedTuple):
@@ -298,6 +301,8 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
         tokens["sequence_ids"] = of(2, 7, dtype=jnp.int32)
     if needs.exact_kl:
         tokens["kl"] = of(2, 7)
+    if needs.given:
+        tokens["given"] = of(2, 7, dtype=jnp.bool_)
     found = {"loss": ((of(2, 7), of(2, 7)), tokens, "policy/loss")}
     if needs.values:
         targets = {name: of(2, 7) for name in ("old_values", "returns", "weights")}

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
+from semrl_jax.algorithms.given import without_given
 from semrl_jax.algorithms.importance import importance_weights
 from semrl_jax.algorithms.turn_credit import placed_rewards
 from semrl_jax.algorithms.values import explained_variance
-from semrl_jax.metrics.measurements import Metrics
+from semrl_jax.metrics.measurements import Measurement, Metrics
 from semrl_jax.shaping import (
     ShapingOptions,
     ShapingState,
@@ -55,6 +56,7 @@ class Tokens(NamedTuple):
     rollout_logprobs: Float[Array, "B T"] | None = None
     # At the last token of each turn, 0.0 elsewhere; read only with `Needs.turn_rewards`.
     turn_rewards: Float[Array, "B T"] | None = None
+    given: Bool[Array, " B"] | None = None  # responses that nobody sampled; None: there are none
 
 
 class Memory(NamedTuple):
@@ -95,6 +97,11 @@ def assign_credit(
     """
     algorithm, shaping = rules.algorithm, vars(rules.shaping)
     mask, (baselines, state), scalars = tokens.response_mask, memory, {}
+    of_engine, sampled = mask, None  # None: all responses are sampled
+    if tokens.given is not None:
+        of_engine, sampled = mask & ~tokens.given[:, None], ~tokens.given.reshape(rewards.shape)
+        # The shaping compares what the policy samples.
+        metrics = {key: Measurement(x, ok & ~tokens.given) for key, (x, ok) in metrics.items()}
 
     def placed(rewards: Float[Array, "P G"]) -> Float[Array, "P G *tokens"]:
         """The rewards as the algorithm takes them: of responses, or of turns."""
@@ -103,8 +110,10 @@ def assign_credit(
         return placed_rewards(rewards, tokens.turn_rewards, tokens.response_mask)
 
     credited = rewards
+    if sampled is not None and algorithm.needs.given_apart:
+        credited = without_given(rewards, sampled)
     if metrics and rules.shaping.target in ("reward", "both"):
-        credited = rewards + reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
+        credited += reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
         scalars |= extent("reward/shaped", credited, jnp.ones_like(credited, bool))
     plain = algorithm.advantages(placed(credited), passes, mask, state)
     shaped, of_shaping = shape_advantages(plain, metrics, mask, baselines, **shaping)
@@ -112,7 +121,7 @@ def assign_credit(
     scalars |= of_shaping
     if rules.importance:
         weights, _ = importance_weights(
-            passes.old_logprobs, tokens.rollout_logprobs, mask, **dict(rules.importance)
+            passes.old_logprobs, tokens.rollout_logprobs, of_engine, **dict(rules.importance)
         )
         shaped = shaped * weights
     returns = None
@@ -125,7 +134,7 @@ def assign_credit(
     if rules.mask_truncated:
         mask = mask & ~tokens.truncated[:, None]
     if has_indicators(metrics, rules.shaping.tracked):  # else the baselines stay unchanged
-        mean_reward = rewards.mean()
+        mean_reward = rewards.mean(where=sampled)
         baselines = update_shaping_state(baselines, metrics, mean_reward=mean_reward, **shaping)
     if algorithm.needs.state:
         scalars |= {f"algorithm/{name}": x for name, x in state.items() if jnp.ndim(x) == 0}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from semrl_jax.algorithms.given import GIVEN_SURROGATES
 from semrl_jax.algorithms.kl import kl_estimate
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds, Tokens
 from semrl_jax.support.choices import AGGREGATIONS
@@ -98,11 +99,14 @@ def policy_loss(
     weights: Float[Array, "B T"],
     sequence_ids: Int[Array, "B T"] | None = None,
     kl: Float[Array, "B T"] | None = None,
+    given: Bool[Array, "B T"] | None = None,
     surrogate: str = "clip",
     bounds: Bounds = DEFAULT_BOUNDS,
     kl_coefficient: float | int | Float[Array, ""] = 0.001,
     entropy_coefficient: float | int | Float[Array, ""] = 0.001,
     kl_estimator: str = "low_var_kl",
+    given_surrogate: str = "luffy",
+    given_coefficient: float | int = 1.0,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Computes the loss of a micro-batch: its share of the mini-batch mean.
 
@@ -118,13 +122,16 @@ def policy_loss(
       weights: float32 from `token_weights` of the whole mini-batch. Tokens of weight 0 may hold
         anything in the other arrays.
       sequence_ids: for a surrogate of whole responses; see `sum_over_sequences`.
+      given: True on tokens of given responses: `given_surrogate` of GIVEN_SURROGATES, multiplied by
+        `given_coefficient`, is their loss in place of the surrogate. None: there are none.
       surrogate: one of SURROGATES, computed in float32; `bounds`: its settings.
 
     Returns:
       Float32 loss, and scalars to be summed over micro-batches like it: `policy/loss`,
       `policy/pg_loss`, `policy/clip_fraction` (share of tokens, by weight, whose term a bound
-      changed), `policy/entropy`, with old_logprobs `policy/approx_kl` (of old_logprobs - logprobs)
-      and, with a KL, `policy/kl`; in nats, without gradient.
+      changed), `policy/entropy`, with old_logprobs `policy/approx_kl` (of old_logprobs - logprobs),
+      with a KL `policy/kl`, in nats, and with `given` its part `policy/given_loss` of the
+      `pg_loss`; without gradient.
 
     Raises ValueError for an unknown surrogate or estimator, or if an array that is needed is None.
     """
@@ -151,9 +158,13 @@ def policy_loss(
     ids = None if sequence_ids is None else jnp.where(mask, sequence_ids, 0)
     tokens = Tokens(logprobs, old_logprobs, jax.lax.stop_gradient(counted(advantages)), ids)
     terms, changed = chosen.loss(tokens, bounds)
+    report = {}
+    if given is not None:
+        of_given = given_coefficient * GIVEN_SURROGATES[given_surrogate].loss(tokens)
+        terms, changed = jnp.where(given, of_given, terms), changed & ~given
+        report["policy/given_loss"] = weighted_sum(jnp.where(given, terms, 0.0), weights)
     pg_loss, mean_entropy = weighted_sum(terms, weights), weighted_sum(entropy, weights)
     loss = pg_loss - entropy_coefficient * mean_entropy
-    report = {}
     if kl is None and ref_logprobs is not None:
         reference = jax.lax.stop_gradient(counted(ref_logprobs))
         kl = kl_estimate(logprobs, reference, estimator=kl_estimator)

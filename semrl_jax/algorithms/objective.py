@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms import losses
 from semrl_jax.algorithms.algorithm import Needs, check_options
+from semrl_jax.algorithms.given import GIVEN_SURROGATES
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds
 from semrl_jax.algorithms.turn_credit import TurnCredit
 from semrl_jax.support.choices import OBJECTIVE_KL
@@ -33,6 +34,10 @@ class Objective(Bounds, losses.Aggregation, TurnCredit):
         "vocabulary",
         choices=OBJECTIVE_KL,
     )
+    given_surrogate: str = setting(
+        "luffy", "Loss of a token of a given response: luffy, rl_plus or sft"
+    )
+    given_coefficient: float = setting(1.0, "weight of the loss of given responses", at_least=0)
 
     def __post_init__(self):
         high = self.clip_epsilon_high
@@ -46,6 +51,10 @@ class Objective(Bounds, losses.Aggregation, TurnCredit):
             ),
             dual_clip=(self.dual_clip == 0 or self.dual_clip > 1, "be above 1, or 0 for none"),
             surrogate=(self.surrogate in SURROGATES, f"be one of {', '.join(SURROGATES)}"),
+            given_surrogate=(
+                self.given_surrogate in GIVEN_SURROGATES,
+                f"be one of {', '.join(GIVEN_SURROGATES)}",
+            ),
             constant_length=(
                 length > 0 if self.aggregation == "constant_length" else length == 0,
                 "be the limit of a response in tokens with aggregation='constant_length', and 0 "
@@ -55,13 +64,15 @@ class Objective(Bounds, losses.Aggregation, TurnCredit):
 
     def needs(self) -> Needs:
         """What the loss needs: the reference only with a KL."""
-        chosen = SURROGATES[self.surrogate]
+        chosen, of_given = SURROGATES[self.surrogate], GIVEN_SURROGATES[self.given_surrogate]
         return Needs(
-            old_logprobs=chosen.old_logprobs,
+            old_logprobs=chosen.old_logprobs or of_given.old_logprobs,
             reference=self.kl_coefficient != 0,
             exact_kl=self.kl_coefficient != 0 and self.kl_estimator == "exact",
             sequence_ids=chosen.sequence_ids,
             turn_rewards=self.credit == "turn",
+            given=True,
+            given_apart=of_given.is_apart,
         )
 
 
@@ -93,4 +104,6 @@ def loss(
         kl_coefficient=options.kl_coefficient,
         entropy_coefficient=options.entropy_coefficient,
         kl_estimator=options.kl_estimator,
+        given_surrogate=options.given_surrogate,
+        given_coefficient=options.given_coefficient,
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
+from semrl_jax.data.row_files import RowError
 from semrl_jax.data.templates import is_chat
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.support.errors import UserError
@@ -39,6 +40,23 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], prefix: Sequence[int]) ->
         return []
     found = tokenizer([*texts], add_special_tokens=False)["input_ids"]
     return [[*_missing(prefix, ids), *ids] for ids in found]
+
+
+def encode_given(
+    tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int
+) -> list[Int[np.ndarray, " _"]]:
+    """Int32 ids of given responses, as a policy would sample them: the end token comes last.
+
+    RowError: one has more than `max_tokens`.
+    """
+    end = tokenizer.eos_token_id
+    found = [[*ids, *[end] * (ids[-1:] != [end])] for ids in encode(tokenizer, texts, ())]
+    if longest := max((len(ids) for ids in found if len(ids) > max_tokens), default=0):
+        raise RowError(
+            f"a given response has {longest} tokens, more than rollout.max_response_tokens="
+            f"{max_tokens}; raise it, or shorten the response."
+        )
+    return [np.array(ids, np.int32) for ids in found]
 
 
 def encode_spans(

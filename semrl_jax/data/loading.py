@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from semrl_jax.data.encoding import encode, special_prefix
+from semrl_jax.data.encoding import encode, encode_given, special_prefix
 from semrl_jax.data.prompt_rows import MAX_REPORTED_BAD_ROWS, BadRows, Problem, row_reader
 from semrl_jax.data.prompts import PromptDataset, PromptExample
 from semrl_jax.data.row_files import RowError, read_rows
@@ -36,6 +36,7 @@ def load_prompts(
     shots: Sequence[tuple[str, str]] = (),
     add_special_tokens: bool = True,
     max_prompt_tokens: int = 512,
+    max_response_tokens: int = 0,
     keep_long: bool = False,
     keep_questions: bool = False,
     skip_bad_rows: bool = False,
@@ -52,6 +53,7 @@ def load_prompts(
       template, system_prompt, shots: see `templates.prompt_renderer`; "simplerl" rows have theirs.
       add_special_tokens: see `encoding.special_prefix`.
       max_prompt_tokens: the limit, template and special tokens included.
+      max_response_tokens: the limit of given responses, if the reader reads any.
       keep_long: prompts above the limit are kept, for benchmarks, whose size must not change,
         instead of left out. They are counted either way.
       keep_questions: whether prompts keep their questions, which need memory. Benchmarks and
@@ -98,6 +100,11 @@ def load_prompts(
             if not ids:
                 bad_rows.add(where, RowError("the tokenizer has no token for any of its text."))
                 continue
+            try:
+                given = encode_given(tokenizer, problem.given, max_response_tokens)
+            except RowError as error:
+                bad_rows.add(where, error)
+                continue
             source = data_source or problem.data_source
             if len(ids) > max_prompt_tokens:
                 long_lengths.append(len(ids))
@@ -112,7 +119,7 @@ def load_prompts(
             # Benchmarks and files of generated responses show the question.
             shown = keep_questions or keep_long or reader.keep_columns
             problem = problem._replace(question=problem.question if shown else "")
-            examples.append(_example(problem, prompt, ids, index, template, source))
+            examples.append(_example(problem, prompt, ids, index, template, source, given))
         if time.monotonic() - reported_s > _PROGRESS_S:
             report(f"{num_read} rows of prompt data read")
             reported_s = time.monotonic()
@@ -145,11 +152,17 @@ def _taken(rows: PlacedRows, count: int, seed: int | None) -> PlacedRows:
 
 
 def _example(
-    problem: Problem, prompt: str, ids: Sequence[int], index: int, template: str, source: str
+    problem: Problem,
+    prompt: str,
+    ids: Sequence[int],
+    index: int,
+    template: str,
+    source: str,
+    given: Sequence[np.ndarray] = (),
 ) -> PromptExample:
     return PromptExample(
         prompt, np.array(ids, np.int32), problem.answer, source, index, problem.columns,
-        problem.question, problem.problem_type, template,
+        problem.question, problem.problem_type, template, tuple(given),
     )  # fmt: skip
 
 

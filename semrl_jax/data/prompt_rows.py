@@ -28,7 +28,8 @@ class Problem(NamedTuple):
     """A problem: the question as in the file, the reference answer, and the data source.
 
     `columns` is a JSON object for a verifier that takes it, such as the whole row; else "".
-    `problem_type` is such as "Algebra"; only readers of benchmarks know it.
+    `problem_type` is such as "Algebra"; only readers of benchmarks know it. `given` has the
+    texts of given responses.
     """
 
     question: str
@@ -36,6 +37,7 @@ class Problem(NamedTuple):
     data_source: str
     columns: str = ""
     problem_type: str = ""
+    given: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +59,13 @@ class RowReader:
     # Whether the rows are those of SimpleRL-Zoo, with exactly one message, the user's, which
     # includes a template
     has_template: bool = False
+    given_field: str = ""  # of given responses, see `given_texts`; "" for none
 
     @property
     def fields(self) -> tuple[str, ...]:
         answer = (self.answer_field,) if self.needs_answer else ()
-        return (*self.question_fields, *answer)
+        given = (self.given_field,) if self.given_field else ()
+        return (*self.question_fields, *answer, *given)
 
     @property
     def optional_fields(self) -> tuple[str, ...]:
@@ -81,7 +85,8 @@ class RowReader:
             raise RowError(f"field {DATA_SOURCE_FIELD!r} must be text, not {source!r:.80}.")
         check_text(DATA_SOURCE_FIELD, source)
         columns = columns_text(row) if self.keep_columns else ""
-        return Problem(question, answer, " ".join(source.split()), columns)
+        given = given_texts(row, self.given_field) if self.given_field else ()
+        return Problem(question, answer, " ".join(source.split()), columns, given=given)
 
     def _check_messages(self, row: dict[str, Any]) -> None:
         """Raises RowError if the question would be one message of several."""
@@ -131,6 +136,7 @@ def row_reader(
     *,
     keep_columns: bool = False,
     needs_answer: bool = True,
+    given_field: str = "",
     field_prefix: str = "data.",
 ) -> RowReader:
     """Makes the reader of a format; UserError for a wrong one, or fields with "simplerl".
@@ -157,8 +163,9 @@ def row_reader(
             "must each name a field."
         )
     return RowReader(
-        question_fields, answer_field, answer_after, keep_columns, needs_answer, has_template
-    )
+        question_fields, answer_field, answer_after, keep_columns, needs_answer, has_template,
+        given_field,
+    )  # fmt: skip
 
 
 def check_row_format(row_format: str, field_prefix: str = "data.") -> None:
@@ -204,6 +211,17 @@ def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
             check_text(field, text)
         parts += texts
     return parts[0] if len(parts) == 1 else " ".join(part.strip() for part in parts)
+
+
+def given_texts(row: dict[str, Any], field: str) -> tuple[str, ...]:
+    """The given responses in the field of a row, a text or a list of texts; () for null or ""."""
+    value = field_value(row, field)
+    texts = value if isinstance(value, list) else [value or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise RowError(f"field {field!r} must be text or a list of texts, not {value!r:.80}.")
+    for text in texts:
+        check_text(field, text)
+    return tuple(text for text in texts if text.strip())
 
 
 def _role(row: dict[str, Any], field: str) -> Any:

@@ -45,6 +45,7 @@ class PromptExample:
     question: str = ""  # without the template; "" if only the prompt is known
     problem_type: str = ""  # of a problem of a benchmark, such as "Algebra"; "" if it has none
     template: str = ""  # with which the prompt was made; "" if that is not known
+    given: tuple[Int[np.ndarray, " _"], ...] = ()  # int32 ids of given responses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,11 +157,12 @@ def arithmetic_prompts(
 
 
 def dataset_hash(dataset: PromptDataset) -> str:
-    """Hex SHA-256 over the token ids, the answer and the data source of every prompt, in order."""
+    """Hex SHA-256 over ids, answer, data source and given responses of every prompt, in order."""
     digest = hashlib.sha256()
     for example in dataset.examples:
         ids = np.ascontiguousarray(example.prompt_ids, "<i4").tobytes()
-        for part in (ids, example.answer.encode(), example.data_source.encode()):
+        given = [np.ascontiguousarray(ids, "<i4").tobytes() for ids in example.given]
+        for part in (ids, example.answer.encode(), example.data_source.encode(), *given):
             digest.update(len(part).to_bytes(8, "little"))  # keeps neighbouring parts apart
             digest.update(part)
     return digest.hexdigest()

@@ -41,6 +41,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import record_of
 from semrl_jax.support.safe_files import write_json
 from semrl_jax.types import (
+    GIVEN,
     HiddenStateParams,
     SampleRequest,
     SamplingParams,
@@ -49,7 +50,14 @@ from semrl_jax.types import (
 )
 
 RANDOM_TOKENS = 16  # of a prompt, if there are no others
-COLUMNS = ("rollout_logprobs", "rollout_raw_logprobs", "response_mask", "step", "response")
+COLUMNS = (
+    "rollout_logprobs",
+    "rollout_raw_logprobs",
+    "response_mask",
+    "step",
+    "response",
+    "finish_reason",
+)
 
 
 class Options(NamedTuple):
@@ -169,7 +177,8 @@ def read_samples(
     table = response_files.read(file, (*response_files.KEYS, *response_files.IDS), COLUMNS).slice(
         0, count
     )
-    rows = table.to_pylist()
+    # No engine gave anything for given responses.
+    rows = [row for row in table.to_pylist() if row.get("finish_reason") != GIVEN]
     if not rows:
         raise UserError(f"--samples: {file} has no response.")
     for row in rows:

@@ -45,6 +45,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     _check_data(config)
     _check_environment(config)
     _check_sizes(config)
+    _check_given(config)
     check_quantization(config, config.rollout.engine)
     _check_importance(config)
     _check_ahead(config)
@@ -95,6 +96,12 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"rollout.group_size={rollout.group_size} must be at least {least} with "
             f"algorithms.name={config.algorithms.name!r}, which compares the responses of a group."
+        )
+    if rollout.given_responses and not (algorithm.needs.groups and algorithm.needs.given):
+        raise UserError(
+            f"rollout.given_responses={rollout.given_responses} and algorithms.name="
+            f"{config.algorithms.name!r}: choose an algorithm that compares the responses of a "
+            "group, and whose loss takes `given`, such as 'grpo'."
         )
     failure, target = config.rewards.failure_score, config.shaping.target
     penalised = (
@@ -275,6 +282,33 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"training.pack_sequences=True needs training.micro_batch_tokens of {longest} or more."
         )
+
+
+def _check_given(config: ml_collections.ConfigDict) -> None:
+    """Refuses what does not go with given responses."""
+    data, rollout = config.data, config.rollout
+    count, field = rollout.given_responses, data.given_field
+    if not count and (field or rollout.given_when != "always"):
+        raise UserError(
+            f"data.given_field={field!r} and rollout.given_when={rollout.given_when!r} need "
+            "rollout.given_responses above 0; set it, or leave them out."
+        )
+    if not count:
+        return
+    for setting, value, is_fine, way_out in (
+        ("rollout.group_size", rollout.group_size, count < rollout.group_size,
+         "a group must have a sampled response too"),
+        ("data.task", data.task, data.task in ("arithmetic", "files"),
+         "only rows of files and arithmetic have given responses"),
+        ("data.given_field", field, bool(field) == (data.task == "files"),
+         "name the field of data.files that has them; arithmetic has its own"),
+        ("rewards.majority", True, not config.rewards.majority,
+         "given responses would vote; leave one of them out"),
+        ("data.curriculum", data.curriculum, not data.curriculum,
+         "it would count given responses as solved; leave one of them out"),
+    ):  # fmt: skip
+        if not is_fine:
+            raise UserError(f"rollout.given_responses={count} and {setting}={value!r}: {way_out}.")
 
 
 def _indicators_of_probes(names: Sequence[str]) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from semrl_jax.runs.records import (
 from semrl_jax.runs.trackers import open_trackers
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.recorded import RECORDS, file_of, write_record
+from semrl_jax.sampling.scoring import num_sampled_tokens
 from semrl_jax.support.chips import peak_flops
 from semrl_jax.support.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.support.cores import usable_cores
@@ -174,7 +175,8 @@ class Run:
 
 def _rates(result: StepResult) -> dict[str, float]:
     num_tokens = sum(item.rollout.num_policy_tokens for item in result.scored)
-    num_sampled = result.scalars.get("rollout/num_sampled_tokens", num_tokens)
+    sampled = num_sampled_tokens(result.scored)
+    num_sampled = result.scalars.get("rollout/num_sampled_tokens", sampled)
     seconds = result.clock.seconds
     trained_s = sum(map(seconds, ("old_logprobs", "ref_logprobs", "values", "update")))
     peak = peak_flops(jax.devices()[0].device_kind)

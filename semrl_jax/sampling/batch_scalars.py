@@ -13,14 +13,24 @@ from semrl_jax.types import FINISH_REASONS, TURN_METRICS
 def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
     """Statistics of the sampled responses, in (group, sample) order, and of the update's rewards.
 
+    Given responses count in those of whole groups alone, and have `given/...` of their own.
     `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
     Those of correct or incorrect responses are left out if there is none, and those of groups if a
     group has one response. Invalid metrics are excluded; `metrics/<name>/valid_fraction` is the
     share of valid ones.
     """
+    scalars = {}
+    if rewards.shape[1] > 1:
+        scalars["reward/group_std"] = rewards.std(axis=1).mean()
+        scalars["reward/zero_variance_group_fraction"] = zero_variance_group_fraction(rewards)
+    given = np.array([item.rollout.is_given for item in scored])
+    if given.any():
+        scalars["given/fraction"] = given.mean()
+        scalars["given/correct"] = np.mean([scored[i].verdict.correct for i in given.nonzero()[0]])
+        scored, rewards = scored.take(np.flatnonzero(~given)), rewards.reshape(-1)[~given]
     correct = np.array([item.verdict.correct for item in scored])
     lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)
-    scalars = {
+    scalars |= {
         "reward/mean": rewards.mean(),
         "reward/max": rewards.max(),
         "reward/min": rewards.min(),
@@ -32,9 +42,6 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
     }
     for name in scored[0].verdict.parts:
         scalars[f"reward/{name}/mean"] = np.mean([item.verdict.parts[name] for item in scored])
-    if rewards.shape[1] > 1:
-        scalars["reward/group_std"] = rewards.std(axis=1).mean()
-        scalars["reward/zero_variance_group_fraction"] = zero_variance_group_fraction(rewards)
     prompts = [len(item.rollout.prompt_ids) for item in scored]
     for kind, of in (("mean", np.mean), ("max", np.max), ("min", np.min)):
         scalars[f"prompt/length/{kind}"] = of(prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,8 @@ def training_prompts(
     """
     if config.data.task == "arithmetic":
         problems = arithmetic.training_problems(config.seed, config.data.num_prompts)
-        return data.arithmetic_prompts(tokenizer, problems, config.data.add_special_tokens)
+        prompts = data.arithmetic_prompts(tokenizer, problems, config.data.add_special_tokens)
+        return _with_worked_responses(prompts, problems, tokenizer, config.rollout)
     if config.data.task == "environment":
         return training_tasks(config, tokenizer, environments[config.environment.name], report)
     if config.data.task == "reasoning_gym":
@@ -86,6 +88,22 @@ def training_prompts(
         prompts = prompts_of_files(config, tokenizer, report, keep_columns=keep_columns)
     report(f"{len(prompts)} training prompts")
     return prompts
+
+
+def _with_worked_responses(
+    prompts: data.PromptDataset,
+    problems: Sequence[arithmetic.Problem],
+    tokenizer: Any,
+    rollout: ml_collections.ConfigDict,
+) -> data.PromptDataset:
+    """The prompts of arithmetic, with worked solutions as given responses, if a run has any."""
+    if not rollout.given_responses:
+        return prompts
+    texts = [arithmetic.worked_response(problems[example.index]) for example in prompts.examples]
+    given = data.encode_given(tokenizer, texts, rollout.max_response_tokens)
+    pairs = zip(prompts.examples, given, strict=True)
+    examples = tuple(dataclasses.replace(example, given=(ids,)) for example, ids in pairs)
+    return dataclasses.replace(prompts, examples=examples)
 
 
 def prompts_of_files(
@@ -106,8 +124,9 @@ def prompts_of_files(
     """
     found = _row_settings(config.data)
     template = found.pop("template")
-    reader = data.row_reader(**found, keep_columns=keep_columns, needs_answer=needs_answer)
-    return data.load_prompts(
+    given = {"given_field": config.data.given_field} if config.rollout.given_responses else {}
+    reader = data.row_reader(**found, keep_columns=keep_columns, needs_answer=needs_answer, **given)
+    prompts = data.load_prompts(
         config.data.files,
         tokenizer,
         reader,
@@ -115,11 +134,18 @@ def prompts_of_files(
         system_prompt=config.data.system_prompt,
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
         keep_questions=config.rewards.model.tokenizer == "own",
         skip_bad_rows=config.data.skip_bad_rows,
         report=report,
         num_rows=num_rows,
     )
+    if given and not any(example.given for example in prompts.examples):
+        raise UserError(
+            f"data.given_field={config.data.given_field!r}: no row has a given response; name the "
+            "field that has them, or set rollout.given_responses=0."
+        )
+    return prompts
 
 
 def _prompts_of_problems(
@@ -255,7 +281,11 @@ def check_prompts(
     data.check_ids(
         tokenizer,
         vocab_size,
-        ((f"{of} prompt {e.index} of {e.data_source!r:.100}", e.prompt_ids) for e in examples),
+        (
+            (f"{of} prompt {e.index} of {e.data_source!r:.100}", ids)
+            for e in examples
+            for ids in (e.prompt_ids, *e.given)
+        ),
     )
 
 

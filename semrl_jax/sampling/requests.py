@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
+from jaxtyping import Int
 
 from semrl_jax import data
 from semrl_jax.metrics.measurer import Measurer
@@ -28,6 +29,7 @@ class Draw(NamedTuple):
     references: Mapping[int, str]  # reference answer by group
     columns: Mapping[int, str]  # row of the prompt by group, see `data.PromptExample`, if any
     step: int = 0  # of the weights that sample them
+    given: Mapping[int, Sequence[Int[np.ndarray, " _"]]] = {}  # token ids by group
 
 
 class Measuring(NamedTuple):
@@ -56,6 +58,9 @@ def training_draw(
     num_rounds = MAX_ROUNDS if config.algorithms.batch_rules.max_sampling_rounds else 1
     first = step * num_rounds * len(examples)  # group of the first prompt of the step
     draws = dict(enumerate(examples, number * len(examples)))
+    rollout = config.rollout
+    given = {draw: example.given[: rollout.given_responses] for draw, example in draws.items()}
+    is_late = rollout.given_when == "failed"  # the verdicts of all sampled responses come first
     requests = [
         SampleRequest(
             sample_id=f"train/{step}/{draw}/{sample}",
@@ -65,12 +70,13 @@ def training_draw(
             seed=stream_seed(config.seed, TRAINING, step, draw, sample),
         )
         for draw, example in draws.items()
-        for sample in range(config.rollout.group_size)
+        for sample in range(rollout.group_size - (0 if is_late else len(given[draw])))
     ]
     return Draw(
         requests,
         {first + draw: example.answer for draw, example in draws.items()},
         {first + draw: example.columns for draw, example in draws.items()},
+        given={first + draw: ids for draw, ids in given.items() if ids},
     )
 
 

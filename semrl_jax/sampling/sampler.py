@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
+import numpy as np
+from jaxtyping import Int
 
 from semrl_jax import data, models
 from semrl_jax.cluster.agreement import Retry, run_phase
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.sampling.episodes import Episodes, SingleTurn
 from semrl_jax.sampling.exchange import of_all, own_requests
+from semrl_jax.sampling.given import with_given
 from semrl_jax.sampling.requests import Draw, Measuring, asked_of_replicas, groups_per_call
 from semrl_jax.sampling.scoring import Scored, score_and_measure
 from semrl_jax.sampling.weights import Weights, WeightSync
@@ -54,6 +57,7 @@ class Sampler:
         references: Mapping[int, str],
         *,
         columns: Mapping[int, str] | None = None,
+        given: Mapping[int, Sequence[Int[np.ndarray, " _"]]] = {},
         **options: Any,
     ) -> Scored:
         """All requested responses, scored, in (group, sample) order, in every process.
@@ -64,12 +68,13 @@ class Sampler:
         Args:
           references: reference answer by group.
           columns: row of the prompt by group, see `data.PromptExample`; None: no prompt has one.
+          given: token ids of given responses by group, see `with_given`.
           options: see `sample_here`.
 
         RuntimeError: all attempts together take longer than `rollout.call_timeout_s`.
         """
         mine = own_requests(requests, self.sampling, self.sync.peers.index)
-        own = Draw(mine, references, columns or {}, self.weights.step)
+        own = Draw(mine, references, columns or {}, self.weights.step, given)
         scored = Scored(())
 
         def sample_own() -> None:
@@ -195,17 +200,25 @@ class Sampler:
     ) -> Scored:
         """Responses of a draw with verdicts and metrics, in (group, sample) order."""
         measures_here = measuring is not None and measuring.is_here
-        return score_and_measure(
-            rollouts,
+        score = functools.partial(
+            score_and_measure,
             decode=functools.partial(self._text, stop_strings=tuple(stop_strings)),
             references=draw.references,
             columns=draw.columns,
             verifier=verifier or self.verifier,
             failure_score=self.config.rewards.failure_score,
+            clock=clock,
+        )
+        scored = score(
+            rollouts,
             measurer=measuring.measurer if measures_here else None,
             keep_states=states is not None,
             arrived=arrived,
-            clock=clock,
+        )
+        if not draw.given:
+            return scored
+        return with_given(
+            scored, draw, self.config.rollout, functools.partial(score, measurer=None)
         )
 
     def _text(self, rollout: Rollout, stop_strings: Sequence[str]) -> str:

@@ -145,6 +145,12 @@ class Scored(Sequence[ScoredRollout]):
         return found
 
 
+def num_sampled_tokens(scored: Sequence[ScoredRollout]) -> int:
+    """Response tokens that the policy sampled."""
+    sampled = (item.rollout for item in scored if not item.rollout.is_given)
+    return sum(rollout.num_policy_tokens for rollout in sampled)
+
+
 def _turn_characters(rollout: Rollout, text: Callable[[np.ndarray], str]) -> list[int]:
     """Characters of each run of the response mask; [] if the parts do not make the whole text."""
     ends = np.cumsum(lengths_of_runs(rollout.response_mask))

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.data.prompts import Position
-from semrl_jax.sampling.scoring import Scored, ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens
 from semrl_jax.sampling.source import Rounds, Sample
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
@@ -96,7 +96,7 @@ def sample_until_kept(
     Source: arXiv:2503.14476 (DAPO), Sec. 3.2, where a group is kept by 0 < correct responses < G.
     """
     kept: list[Scored] = []
-    rewards, correct, differs = [], [], []  # a part per round
+    rewards, correct, differs, sampled = [], [], [], []  # a part per round
     num_tokens = 0
     while len(kept) < num_groups:
         if len(rewards) == max_rounds:
@@ -109,11 +109,12 @@ def sample_until_kept(
         correct.append(np.array([item.verdict.correct for item in scored]).reshape(shape))
         deciding = rewards[-1] if keep_by == "reward" else correct[-1]
         differs.append((deciding != deciding[:, :1]).any(axis=1))
-        num_tokens += sum(item.rollout.num_policy_tokens for item in scored)
+        sampled.append(np.array([not item.rollout.is_given for item in scored]).reshape(shape))
+        num_tokens += num_sampled_tokens(scored)
         for group in np.flatnonzero(differs[-1])[: num_groups - len(kept)]:
             kept.append(scored[group * shape[1] : (group + 1) * shape[1]])
         del scored  # may hold hidden states: only kept responses stay while others are sampled
-    differ, all_correct = np.concatenate(differs), np.concatenate(correct)
+    differ, all_correct, is_sampled = map(np.concatenate, (differs, correct, sampled))
     num_prompts = int(np.flatnonzero(differ)[num_groups - 1]) + 1
     dropped = _equal_groups(differ[:num_prompts], all_correct[:num_prompts])
     scalars = {
@@ -124,8 +125,8 @@ def sample_until_kept(
         "rollout/groups_dropped/all_incorrect": dropped[1],
         "rollout/groups_unused": len(differ) - num_prompts,
         "rollout/num_sampled_tokens": num_tokens,
-        "reward/mean_sampled": np.concatenate(rewards).mean(),
-        "reward/correct_sampled": all_correct.mean(),
+        "reward/mean_sampled": np.concatenate(rewards)[is_sampled].mean(),
+        "reward/correct_sampled": all_correct[is_sampled].mean(),
     }
     floats = {name: float(value) for name, value in scalars.items()}
     return Kept(Scored.joined(kept), num_prompts, floats)

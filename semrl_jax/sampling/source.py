@@ -126,6 +126,7 @@ class Rounds:
             draw.requests,
             draw.references,
             columns=draw.columns,
+            given=draw.given,
             clock=clock,
             arrived=counter(clock, what, len(draw.requests), already=number),
             **training_options(self.config, self.measurer, step),

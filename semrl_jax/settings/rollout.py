@@ -50,6 +50,19 @@ class Rollout:
         "", "certificate authority for the addresses; empty: no TLS", may_change=True
     )
     group_size: int = setting(8, "responses per prompt", "responses", above=0)
+    given_responses: int = setting(
+        0,
+        "Most responses of a group that the data gives (data.given_field), in place of the last "
+        "sampled ones; 0: all are sampled. docs/data.md",
+        "responses",
+        at_least=0,
+    )
+    given_when: str = setting(
+        "always",
+        "always: each group has its given responses, and samples the others; failed: only a group "
+        "in which no sampled response is correct",
+        choices=("always", "failed"),
+    )
     groups_per_call: int = setting(
         0,
         "N: a free replica gets the next N; 0: each gets an equal part. docs/clusters.md",

@@ -75,7 +75,7 @@ COLUMNS = {
     "finish_reason": Column(
         TEXT,
         "`eos`; `stop`: a stop token, word or [string](data.md#where-a-response-ends); `length`; "
-        "`aborted`; `prompt_too_long`: not sampled",
+        "`aborted`; `given` [by the data](data.md#given-responses); `prompt_too_long`: not sampled",
     ),
     "num_tokens": Column(WHOLE, "tokens that the policy sampled"),
     "mean_logprob": Column(NUMBER, "mean of their `rollout_logprobs`; NaN without one"),

@@ -192,6 +192,7 @@ class Learner:
             pad_token_id=self.pad_token_id,
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
+            may_be_given=rollout.given_responses > 0,
         )
 
     def judged(self, scored: Scored, batch: RolloutBatch, clock: Clock) -> Scored:

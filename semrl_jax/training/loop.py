@@ -85,7 +85,7 @@ def run_steps(
             tokens=passes.old,
             reference_states=passes.reference_states,
             logprobs=arrays.old_logprobs,
-            counted=batch.response_mask,
+            counted=batch.sampled_mask,
         )
         with clock("metrics"):
             seen = probes.before(seen)

@@ -58,7 +58,8 @@ class SlotValues(NamedTuple):
     """Inputs of the loss other than the policy's own values; float32, weight 0 without a token.
 
     Log-probabilities are None if the algorithm does not need them or the update computes them.
-    `rollout_logprobs`, from the engine, is also None without a correction in the update.
+    `rollout_logprobs`, from the engine, is also None without a correction in the update. `given` is
+    1 on tokens of given responses, and None in a run without such.
     """
 
     old_logprobs: Float[Array, "M R U"] | None
@@ -66,6 +67,7 @@ class SlotValues(NamedTuple):
     rollout_logprobs: Float[Array, "M R U"] | None
     advantages: Float[Array, "M R U"]
     weights: Float[Array, "M R U"]
+    given: Float[Array, "M R U"] | None = None
 
 
 def batch_logprobs(
@@ -188,14 +190,17 @@ class PolicyLoss:
         dropout = batch.dropout if self.dropout else None
         layout = lay_out(rows, plan, self.model.attention_columns, dropout)
         rollout_logprobs = rows.rollout_logprobs if self.importance else None
-        values = to_slots(
-            (batch.old_logprobs, batch.ref_logprobs, rollout_logprobs, batch.advantages),
+        given = None
+        if rows.given is not None:
+            given = (rows.response_mask & rows.given[:, None]).astype(np.float32)
+        *values, given, weights = to_slots(
+            (batch.old_logprobs, batch.ref_logprobs, rollout_logprobs, batch.advantages, given),
             rows.response_mask,
             plan.put(layout.tokens()),
             algorithm=self.algorithm,
             sharding=plan.sharding,
         )
-        arrays = plan.put(layout.rows), SlotValues(*values)
+        arrays = plan.put(layout.rows), SlotValues(*values, weights, given)
         return Inputs(arrays, layout.num_micro, layout.scalars(), layout.slots)
 
     def __call__(
@@ -220,17 +225,21 @@ class PolicyLoss:
         if reference is not None and not needs.exact_kl:
             policy, params = reference
             values = values._replace(ref_logprobs=of_responses(params, policy=policy).logprobs)
-        given = values._asdict()
-        rollout_logprobs = given.pop("rollout_logprobs")
+        arrays = values._asdict()
+        rollout_logprobs, given = arrays.pop("rollout_logprobs"), arrays.pop("given")
+        if given is not None:
+            given = given > 0
         if self.importance:  # padding has advantage 0, so its weight has no effect
-            everywhere = jnp.ones(before.shape, bool)
+            sampled = jnp.ones(before.shape, bool) if given is None else ~given
             weights, _ = importance_weights(
-                before, rollout_logprobs, everywhere, **dict(self.importance)
+                before, rollout_logprobs, sampled, **dict(self.importance)
             )
-            given["advantages"] *= weights
+            arrays["advantages"] *= weights
         if needs.sequence_ids:
-            given["sequence_ids"] = rows.sequence_ids
+            arrays["sequence_ids"] = rows.sequence_ids
         if needs.exact_kl:
-            given["kl"] = found.divergences
-        loss, scalars = self.algorithm.loss(logprobs, entropy, **given)
+            arrays["kl"] = found.divergences
+        if needs.given:
+            arrays["given"] = given
+        loss, scalars = self.algorithm.loss(logprobs, entropy, **arrays)
         return loss, (scalars, before)

@@ -27,8 +27,12 @@ def pad_batch(
     pad_token_id: int,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    may_be_given: bool = False,
 ) -> RolloutBatch:
-    """Rows [prompt, left-padded | response, right-padded] of NumPy arrays, in the given order."""
+    """Rows [prompt, left-padded | response, right-padded] of NumPy arrays, in this order.
+
+    `may_be_given`: whether the batch says which responses are given; none else.
+    """
     prompts = [rollout.prompt_ids for rollout in rollouts]
     responses = [rollout.response_ids for rollout in rollouts]
     response_length = bucket(max(map(len, responses)), max_response_tokens)
@@ -50,6 +54,7 @@ def pad_batch(
         **vars(rows),
         response_mask=data.pad_response_values(masks, response_length, bool),
         rollout_logprobs=data.pad_response_values(logprobs, response_length),
+        given=np.array([rollout.is_given for rollout in rollouts]) if may_be_given else None,
     )
 
 
@@ -70,7 +75,7 @@ def credited_tokens(
     """What `assign_credit` reads of a batch; `turn_rewards` are of each response, if needed."""
     mask = batch.response_mask
     truncated = np.array([item.rollout.finish_reason == "length" for item in scored])
-    tokens = Tokens(mask, truncated, batch.rollout_logprobs)
+    tokens = Tokens(mask, truncated, batch.rollout_logprobs, given=batch.given)
     if turn_rewards is None:
         return tokens
     placed = np.zeros(mask.shape, np.float32)

@@ -62,6 +62,8 @@ CHANGES = {
     "loss.kl_coefficient": (0.5, {}),
     "loss.entropy_coefficient": (0.5, {}),
     "loss.kl_estimator": ("abs", {}),
+    "loss.given_surrogate": ("rl_plus", {}),
+    "loss.given_coefficient": (0.5, {}),
     "importance.level": ("token", {}),
     "importance.level_ahead": ("sequence", {AHEAD: 1}),
     "importance.outside": ("mask", TOKEN),
@@ -105,6 +107,7 @@ def update_of(settings):
         if importance["level"] != "none":
             advantages *= importance_weights(old, rollout, mask, **importance)[0]
         ids = {"sequence_ids": mask.astype(jnp.int32)} if algorithm.needs.sequence_ids else {}
+        given = mask & (jnp.arange(len(mask)) % 4 == 2)[:, None]
         weights = algorithm.token_weights(mask)
 
         def losses(logprobs, new_values):
@@ -115,6 +118,7 @@ def update_of(settings):
                 ref_logprobs=ref,
                 advantages=advantages,
                 weights=weights,
+                given=given,
                 **ids,
             )
             if not algorithm.needs.values:

@@ -71,6 +71,28 @@ def test_loads_files_by_field_paths(tokenizer, tmp_path, suffix):
     assert dataset.examples[1].prompt_ids.dtype == np.int32
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_given_responses_are_a_text_or_a_list_and_end_with_the_end_token(
+    tokenizer, tmp_path, suffix
+):
+    texts = [["12", "3"], ["4"], [], [""]] if suffix == ".parquet" else [["12", "3"], "4", None, ""]
+    path = write(tmp_path / f"set{suffix}", [problem(given=text) for text in texts])
+    options = {"given_field": "given", "max_response_tokens": 3}
+    dataset = load_prompts(path, tokenizer, **options)
+    end = tokenizer.eos_token_id
+    one, two, three, four = tokenizer(["1234"], add_special_tokens=False)["input_ids"][0]
+    found = [[ids.tolist() for ids in example.given] for example in dataset.examples]
+    assert found == [[[one, two, end], [three, end]], [[four, end]], [], []]
+    assert dataset_hash(dataset) != dataset_hash(load_prompts(path, tokenizer))
+    message = r"line|row 1: a given response has 3 tokens, more than rollout.max_response_tokens=2;"
+    refused(message, load_prompts, path, tokenizer, **options | {"max_response_tokens": 2})
+    refused("field 'no'", load_prompts, path, tokenizer, given_field="no", max_response_tokens=3)
+    path = write(tmp_path / "numbers.jsonl", [problem(given=7), problem(given="7")])
+    refused("1: field 'given' must be text or a list of", load_prompts, path, tokenizer, **options)
+    kept = load_prompts(path, tokenizer, skip_bad_rows=True, **options)
+    assert (len(kept), kept.num_bad_rows) == (1, 1)
+
+
 FLOATS = [0.1, 3.0, 1e-5, 2.5]
 ANSWERS = {
     "float16": (pyarrow.array(np.array(FLOATS, np.float16)), ["0.1", "3", "0.00001", "2.5"]),

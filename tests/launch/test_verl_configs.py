@@ -251,6 +251,8 @@ OURS_ALONE = {
     "metrics.of_groups": "the launcher has none",
     "metrics.drift_every": "the launcher has no reference",
     "metrics.probes": "the launcher has none",
+    "data.given_field": "the launcher has none", "rollout.given_": "the launcher has none",
+    "algorithms.loss.given_": "the launcher has none",
     "evaluation.n": "of other scores",
     "evaluation.k": "of other scores",
     **{f"evaluation.{name}": "of other scores" for name in DISTRIBUTION},

@@ -139,6 +139,12 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("evaluation.metric_series", True, r"metric_series=True needs evaluation\.metrics=True"),
         ("rewards.model.max_tokens", 8, "max_tokens=8 needs rewards.model.tokenizer='own'"),
         ("rewards.model.max_tokens", 1, "max_tokens=1 needs rewards.model.tokenizer='own'"),
+        (
+            "rollout.given_when",
+            "failed",
+            "given_when='failed' need rollout.given_responses above 0",
+        ),
+        ("data.given_field", "solution", "given_field='solution' and .* need rollout.given_respo"),
         ("rewards.model.truncation", "both", "truncation='both' must be one of 'right', 'left'"),
     ],
 )
@@ -353,6 +359,7 @@ def test_rows_of_fine_tuning_follow_the_longest_conversation():
 MEASURED_THERE = {"metrics.placement": "rollout", "shaping.target": "none"}
 TWO_LAYERS = {"metrics.layers": (-1, 0)}
 IN_PARTS = {"rollout.in_flight": "keep", "rollout.max_staleness": 3}
+GIVEN = {"rollout.given_responses": 1}
 CHILDREN = {"rollout.jax_processes": 1, "rollout.max_staleness": 1}
 CONTRADICTIONS = [
     (MEASURED_THERE, "hidden_states.source", "policy", "='policy'; set it to 'rollout'"),
@@ -369,6 +376,12 @@ CONTRADICTIONS = [
     (IN_PARTS, "algorithms.batch_rules.max_sampling_rounds", 2, "before earlier prompts are known"),
     (IN_PARTS, "metrics.placement", "rollout", "measures each part alone; set metrics.placement="),
     (IN_PARTS, "data.curriculum", "window", "which data.curriculum='window' needs; set in_flight="),
+    (GIVEN, "rollout.given_responses", 8, "=8 and rollout.group_size=8: a group must have a sam"),
+    (GIVEN, "data.given_field", "solution", "name the field of data.files that has them; arith"),
+    (GIVEN, "rewards.majority", True, "given responses would vote; leave one of them out"),
+    (GIVEN, "data.curriculum", "window", "it would count given responses as solved; leave one"),
+    (GIVEN, "algorithms.name", "distillation", "choose an algorithm that compares the responses"),
+    (GIVEN, "algorithms.loss.given_surrogate", "x", "surrogate='x' must be one of luffy, rl_plus"),
     (CHILDREN, "rollout.engine", "vllm", "and rollout.engine='vllm' both name replicas"),
     (CHILDREN, "rollout.addresses", ("127.0.0.1:1",), "and rollout.addresses both name replicas"),
 ]

@@ -57,7 +57,7 @@ class Seen(NamedTuple):
     # Nats, of the policy before the update. None if nothing computes them; in `before`, None also
     # if the update is going to compute them.
     logprobs: Float[Array | np.ndarray, "B T"] | None = None
-    # True on the tokens that `logprobs` has. A batch rule may leave responses out of an update.
+    # True on sampled tokens that `logprobs` has. A batch rule may leave responses out of an update.
     counted: Bool[np.ndarray, "B T"] | None = None
     scalars: Mapping[str, float] = {}  # for the row of the log, from the probes so far
 
@@ -66,7 +66,9 @@ class Seen(NamedTuple):
     ) -> Seen:
         if self.logprobs is not None:
             return self
-        return self._replace(logprobs=logprobs, counted=np.asarray(trained))
+        return self._replace(
+            logprobs=logprobs, counted=np.asarray(trained) & self.batch.sampled_mask
+        )
 
     def with_metrics(self, metrics: Metrics) -> Seen:
         """Adds metrics, [B] values and validities; ValueError for another number of entries."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import numpy as np
+
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.training.probes import Probe, Seen, Tools
 
@@ -19,7 +21,10 @@ class Batch(Probe):
         self._started: Future[dict[str, float]] | None = None
 
     def before(self, seen: Seen) -> Seen:
-        self._started = self._measurer.submit_batch(seen.scored.mean_states)
+        means = seen.scored.mean_states
+        if means is not None and seen.batch.given is not None:  # of sampled responses alone
+            means = np.where(seen.batch.given[:, None, None], np.float32(np.nan), means)
+        self._started = self._measurer.submit_batch(means)
         return seen
 
     def after(self, seen: Seen) -> dict[str, float]:

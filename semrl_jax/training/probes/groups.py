@@ -46,7 +46,8 @@ def group_indicators(
     The mean states are divided by their length for `elliptical_novelty` and `log_determinant`. For
     `lidar`, the groups are the classes.
 
-    The batch is ordered by group; `layers` are those of its mean states.
+    The batch is ordered by group; `layers` are those of its mean states. Given responses are left
+    out.
 
     Returns the [B] `elliptical_novelty`, which is not valid in a group of one response or with a
     state that is not finite; and for the log `groups/log_determinant`, the mean over the groups,
@@ -55,6 +56,9 @@ def group_indicators(
     if not names or not scored:
         return {}, {}
     states, mask = _by_group(scored, layers.index(FINAL_LAYER))
+    exists = mask.copy()
+    mask[exists] = [not item.rollout.is_given for item in scored]
+    states = np.where(mask[..., None], states, 0.0)
     finite = np.isfinite(states).all(axis=(1, 2))
     lengths = np.linalg.norm(states, axis=-1, keepdims=True)
     unit = states / np.where(lengths > 0, lengths, 1.0)
@@ -62,7 +66,7 @@ def group_indicators(
     if GROUP_INDICATOR in names:
         valid = mask & (finite & (mask.sum(axis=1) > 1))[:, None]
         novelties = np.stack([_novelty(rows, of) for rows, of in zip(unit, mask)])
-        columns = np.where(valid, novelties, 0.0)[mask], valid[mask]
+        columns = np.where(valid, novelties, 0.0)[exists], valid[exists]
         metrics[MetricKey(GROUP_INDICATOR)] = Measurement(*columns)
     if "log_determinant" in names and finite.any():
         volumes = [_diversity(rows, of) for rows, of in zip(unit[finite], mask[finite])]

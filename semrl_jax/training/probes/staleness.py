@@ -30,9 +30,11 @@ def staleness(
     """`rollout/staleness`, the mean, and `.../max`: steps from the weights of a response to `step`.
 
     Those of its oldest token count. With `by_token` also `.../tokens`, the mean over all tokens.
+    Given responses have no weights.
     """
-    spans = [span for item in scored for span in item.rollout.versions]
-    ages = [step - min(span.version.step for span in item.rollout.versions) for item in scored]
+    responses = [item.rollout.versions for item in scored if not item.rollout.is_given]
+    spans = [span for versions in responses for span in versions]
+    ages = [step - min(span.version.step for span in versions) for versions in responses]
     found = {"rollout/staleness": float(np.mean(ages)), "rollout/staleness/max": float(max(ages))}
     if by_token:
         each, lengths = zip(*((step - s.version.step, s.end - s.start) for s in spans))

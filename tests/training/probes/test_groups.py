@@ -58,6 +58,23 @@ def test_the_numbers_of_the_groups_are_logged(states):
     assert found["groups/lidar"] == pytest.approx(float(lidar(classes, mask)))
 
 
+def test_given_responses_are_left_out(states):
+    """The engine has no states of them; here the last one of each group of four."""
+    sampled = np.arange(8) % 4 < 3
+    items = [
+        make_scored(i, finish_reason="eos" if own else "given") for i, own in enumerate(sampled)
+    ]
+    means = np.where(sampled[:, None], states[:8], np.nan)
+    found, scalars = group_indicators(GROUP_METRICS, Scored(items, {}, means[:, None]), (-1,))
+    items = [make_scored(i, group_size=3) for i in range(6)]
+    without = Scored(items, {}, states[:8][sampled][:, None])
+    expected, of_sampled = group_indicators(GROUP_METRICS, without, (-1,))
+    values, valid = found[NOVELTY]
+    assert valid.tolist() == sampled.tolist()
+    np.testing.assert_allclose(values[sampled], expected[NOVELTY].value, rtol=1e-5)
+    assert scalars == pytest.approx(of_sampled, rel=1e-5) and len(scalars) == 2
+
+
 def test_a_state_that_is_not_finite_leaves_out_its_group(states):
     clean, of_clean = group_indicators(GROUP_METRICS, batch(states[4:8]), (0, -1))
     states[2, 3] = np.nan
