@@ -117,13 +117,13 @@ def test_prefill_and_decode_equal_the_full_pass(pairs, family):
     new = random.integers(2, 97, (3, num_new)).astype(np.int32)
     where = columns + random.permutation(num_new).astype(np.int32)
     positions = np.maximum(np.cumsum(segments, axis=1) - 1, 0)
-    state, inputs, cache, _ = jax.jit(policy.prefill)(pair.params, prompts, positions, segments)
+    state, inputs, cache, *_ = jax.jit(policy.prefill)(pair.params, prompts, positions, segments)
     cache = widened(cache, num_new)
     states, layer_inputs = [state], [inputs]
     decode = jax.jit(policy.decode)
     for index in range(num_new):
         step = new[:, index], lengths + index, where[index], cache
-        state, inputs, cache = decode(pair.params, *step)
+        state, inputs, cache, *_ = decode(pair.params, *step)
         states.append(state)
         layer_inputs.append(inputs)
     for row, length in enumerate(lengths):
