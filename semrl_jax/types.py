@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt
 
 from semrl_jax.metrics.measurements import MetricKey, Metrics
 from semrl_jax.metrics.names import ORDERS
@@ -264,6 +264,10 @@ class Rollout:
       prompt_logprobs: float32 nats, of each prompt token after those before it, of the unmodified
         logits; 0 of the first token. None if not requested.
       verdicts: of the environment by name, each summed over the turns, without its weight.
+      routed_experts: of `experts_dtype`, the experts that each token of prompt and response went to
+        in each of the M layers that have experts, in the order of the tokens; the largest number
+        of the dtype: not known. The last token has none, and so may others at the end. None if not
+        requested.
     """
 
     sample_id: str
@@ -293,6 +297,7 @@ class Rollout:
     environment_s: float = 0.0
     verdicts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     prompt_logprobs: Float[np.ndarray, " P"] | None = None
+    routed_experts: UInt[np.ndarray, "_ M C"] | None = None
 
     def __post_init__(self):
         if self.response_mask is None:
@@ -390,6 +395,8 @@ class ReplicaDescription:
         is started alike.
       calls_at_once: `Generate` calls that are best sent side by side; 0 if it does not say.
       compiling: the program that the replica compiles now, and for how long; "" if there is none.
+      routed_experts: the numbers of layers with experts, of experts per token, and of experts of a
+        layer, if the engine can send the experts that tokens went to; else ().
     """
 
     protocol_major: int = 0
@@ -414,6 +421,12 @@ class ReplicaDescription:
     is_deterministic: bool = False
     calls_at_once: int = 0
     compiling: str = ""
+    routed_experts: tuple[int, ...] = ()
+
+
+def experts_dtype(num_experts: int) -> np.dtype:
+    """The smallest dtype for numbers of experts; its largest number is none of them."""
+    return np.min_scalar_type(num_experts)
 
 
 def config_hash(description: Mapping[str, Any]) -> str:
@@ -432,6 +445,7 @@ class RolloutBatch(NamedTuple):
       response_mask: True on response tokens that the policy sampled, the end token included; False
         on padding, and on context between them, which `segment_ids` counts as tokens.
       rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False.
+      routed_experts: as `Rollout.routed_experts`, not known at padding; None: they are not replayed.
     """
 
     token_ids: Int[Array, "B S"]
@@ -439,6 +453,7 @@ class RolloutBatch(NamedTuple):
     segment_ids: Int[Array, "B S"]
     response_mask: Bool[Array, "B T"]
     rollout_logprobs: Float[Array, "B T"]
+    routed_experts: UInt[Array, "B S M C"] | None = None
 
     @property
     def response_ids(self) -> Int[Array, "B T"]:

@@ -97,6 +97,7 @@ class JaxEngine(Engine):
             max_response_tokens=max_response_tokens,
             is_deterministic=True,
             calls_at_once=1,  # `generate` does one after the other
+            routed_experts=policy.config.routed_experts,
         )
         self._tokens = tokens
         self._max_batch = max_batch
@@ -226,6 +227,8 @@ class JaxEngine(Engine):
         used = [kept for kept in self._kept if not ids.isdisjoint(kept)]
         self._kept = [kept for kept in self._kept if ids.isdisjoint(kept)]
         found = {name: each for kept in used for name, each in kept.items()}
+        if call.routed_experts:
+            found = {name: kept for name, kept in found.items() if kept.experts is not None}
         return {
             request.sample_id: found[request.sample_id]
             for request in call.requests
