@@ -316,8 +316,8 @@ class Rollout:
 
     @property
     def num_state_bytes(self) -> int:
-        """Size of the hidden states."""
-        arrays = self.hidden_states, self.prompt_states
+        """Size of the hidden states, and of the experts that tokens went to."""
+        arrays = self.hidden_states, self.prompt_states, self.routed_experts
         return sum(array.nbytes for array in arrays if array is not None)
 
     def policy_states(self, layer: int) -> Float[np.ndarray, "_ D"]:
@@ -331,7 +331,7 @@ class TokenArray(NamedTuple):
 
     Attributes:
       name: the field, with one entry per token, or fewer.
-      dtype: its NumPy dtype, little-endian.
+      dtype: its NumPy dtype, little-endian; "": it may have several.
       wire: the bytes field of the message `Response`; "" if the codec has its own rule or none.
       is_recorded: whether the Parquet files of a run have a column of this name.
       is_optional: whether messages and files may omit it; see `is_left_out`.
@@ -363,6 +363,7 @@ TOKEN_ARRAYS = (
     TokenArray(
         "effective_ranks", "<f4", wire="effective_ranks", is_optional=True, is_per_token=False
     ),
+    TokenArray("routed_experts", "", is_recorded=False, is_optional=True, is_per_token=False),
     # The trainer alone has these:
     TokenArray("conversations", "<i4", is_optional=True),
     *(

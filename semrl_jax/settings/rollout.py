@@ -109,6 +109,11 @@ class Rollout:
     weight_dtype: str = setting(
         "", "dtype of weights on the wire; empty: model.compute_dtype", choices=("", *DTYPES)
     )
+    router_replay: bool = setting(
+        False,
+        "True: the trainer's tokens go to the experts that they went to in the engine; only for "
+        "mixtures of experts. docs/models.md",
+    )
     max_staleness: int = setting(
         0,
         "Lag k: the batch of step s is sampled with the weights of step max(0, s - k), "

@@ -119,6 +119,11 @@ COLUMNS = {
         _per_token(pa.float32()),
         "ER of each prefix that ERV and ERA are computed from; only in a run, if it was measured",
     ),
+    "routed_experts": Column(
+        pa.binary(),
+        f"{_RECORD} the experts of each token but the last in each layer that has experts, one byte "
+        "or two each; only with `rollout.router_replay`",
+    ),
     "reward": Column(NUMBER, f"{_RECORD} what the update was given for the response"),
     "weight_spans": Column(
         _per_token(pa.int32()),
