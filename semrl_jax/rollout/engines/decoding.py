@@ -357,7 +357,9 @@ def decode_chunk(
             token_ids=chunk.token_ids.at[:, index].set(tokens),
             logprobs=chunk.logprobs.at[:, index].set(logprobs),
             raw_logprobs=chunk.raw_logprobs.at[:, index].set(raw_logprobs),
-            hidden_states=chunk.hidden_states.at[:, index].set(jnp.stack(states, axis=1).astype(state_dtype))
+            hidden_states=chunk.hidden_states.at[:, index].set(
+                jnp.stack(states, axis=1).astype(state_dtype)
+            )
             if states
             else chunk.hidden_states,
         )
