@@ -446,7 +446,7 @@ class RolloutBatch(NamedTuple):
       response_mask: True on response tokens that the policy sampled, the end token included; False
         on padding, and on context between them, which `segment_ids` counts as tokens.
       rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False.
-      routed_experts: as `Rollout.routed_experts`, not known at padding; None: they are not replayed.
+      routed_experts: as `Rollout.routed_experts`, not known at padding; None: none are replayed.
     """
 
     token_ids: Int[Array, "B S"]

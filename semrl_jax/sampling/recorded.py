@@ -38,10 +38,11 @@ class StepRecord(NamedTuple):
 
     Attributes:
       columns: one row per response, in (group, sample) order, see `support.response_files`.
-      facts: a JSON object. `routed_experts` has the dtype of this column, and its numbers of layers
-        and of experts per token. `row` has scalars of the log, and `sampled` the names of those that the
+      facts: a JSON object. `row` has scalars of the log, and `sampled` the names of those that the
         sampling gave. `position` is the place in the data after the step, `num_layers` the number
-        of measured layers of hidden states. `before`, `after` and `gradients` are `traces.Sums`.
+        of measured layers of hidden states. `routed_experts` has the dtype of this column, and its
+        numbers of layers and of experts per token. `before`, `after` and `gradients` are
+        `traces.Sums`.
     """
 
     step: int

@@ -205,9 +205,9 @@ def _check_limits(
         )
     if rollout.router_replay and not replica.routed_experts:
         raise UserError(
-            f"replica {replica.replica_id} ({replica.engine} engine) does not send the experts that "
-            "rollout.router_replay=True replays; start a JAX replica of this release, or set it to "
-            "False."
+            f"replica {replica.replica_id} ({replica.engine} engine) does not send the experts "
+            "that rollout.router_replay=True replays; start a JAX replica of this release, or set "
+            "it to False."
         )
     for section in ("rollout", "evaluation"):
         if config[section].stop_strings and "stop_strings" not in replica.sampling_kinds:

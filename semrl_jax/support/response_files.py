@@ -121,8 +121,8 @@ COLUMNS = {
     ),
     "routed_experts": Column(
         pa.binary(),
-        f"{_RECORD} the experts of each token but the last in each layer that has experts, one byte "
-        "or two each; only with `rollout.router_replay`",
+        f"{_RECORD} experts of each token but the last in each layer that has experts, one byte or "
+        "two each; only with `rollout.router_replay`",
     ),
     "reward": Column(NUMBER, f"{_RECORD} what the update was given for the response"),
     "weight_spans": Column(
