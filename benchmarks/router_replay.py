@@ -72,7 +72,7 @@ def sampled(policy: models.Policy, params: models.Params, count: int) -> list[Ro
 def differences(
     trainer: str, engine: str, config: models.DecoderConfig = CONFIG, seed: int = 0, count: int = 32
 ) -> dict[bool, Found]:
-    """By whether routers are replayed, for the compute dtypes of trainer and engine."""
+    """The differences without (False) and with replay, for compute dtypes of trainer and engine."""
     params = models.Policy(config).init(jax.random.key(seed))
     rollouts = sampled(models.Policy(config, engine), params, count)
     limits = {"max_prompt_tokens": MAX_PROMPT, "max_response_tokens": MAX_RESPONSE}
@@ -92,7 +92,7 @@ def differences(
 
 def main() -> None:
     """Prints the table, largest values of three models."""
-    print("| Trainer, engine | replay | mean | max | by more than a factor of 2 |")
+    print("| Trainer, engine | replay | mean | max | tokens beyond a factor of 2 |")
     print("|---|---|---:|---:|---:|")
     for pair in PAIRS:
         found = [differences(*pair, seed=seed) for seed in range(3)]

@@ -5,8 +5,8 @@ its own rows only. On a mesh, the axis `expert` splits the experts. Its devices 
 tokens, compute their own experts' part of every token, and sum the parts where the tokens came
 from.
 
-Router replay: the choice of experts may be given, such as the one that an engine made. Their
-weights are still those of the router, so that it learns.
+Router replay: the choice of experts may be given, such as the one that an engine made. The router
+still computes their weights, so that it learns.
 
 Source: arXiv:2211.15841 for the blocks of rows, each of one expert; arXiv:2510.11370
 (R3) for the replay.

@@ -39,7 +39,7 @@ def joined(before: Rollout, part: Rollout) -> Rollout:
 
 
 def _routed(before: Rollout, part: Rollout) -> UInt[np.ndarray, "_ M C"] | None:
-    """The experts that were known before, and then those of the part.
+    """The experts that were known before, and then the part's for the tokens after them.
 
     A part that does not go on with all tokens before it is another conversation, whose experts are
     left out, as are all after them.

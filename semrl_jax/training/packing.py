@@ -63,7 +63,7 @@ class TokenRows(NamedTuple):
     sequence_ids: Int[Array, "M R U"]
     # For `models.Dropout`: numbers of the update and of the token; None without dropout.
     dropout: tuple[Int[Array, "M R S"], Int[Array, "M R S"]] | None = None
-    # Of `RolloutBatch.routed_experts`, in L layers; None: the routers choose.
+    # The `routed_experts` of the batch, in L layers; None: the routers choose.
     experts: UInt[Array, "M R S L C"] | None = None
 
 

@@ -65,7 +65,7 @@ def test_each_token_keeps_the_experts_that_it_was_sampled_with():
     first = routed(part(10, 4, OLD))
     assert experts(first) == [3, 4, 10, 11, 12]
     whole = joined(first, routed(part(14, 2, NEW), 100))
-    # Those of token 13 are known from the second part alone.
+    # Only the second part computed token 13.
     assert experts(whole) == [3, 4, 10, 11, 12, 113, 114]
     assert experts(cut(whole, 3, "stop")) == [3, 4, 10, 11]
     told = with_context(first, np.array([14, 15], np.int32))

@@ -576,7 +576,7 @@ class _Response:
 
     @property
     def experts(self) -> UInt[np.ndarray, "T M K"] | None:
-        """Those of `token_ids`, if they were asked for."""
+        """The experts of `token_ids`, if they were asked for."""
         if self.prompt_experts is None:
             return None
         return np.concatenate([self.prompt_experts, *(piece[-1] for piece in self.pieces)])

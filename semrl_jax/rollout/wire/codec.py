@@ -334,7 +334,7 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
 class RolloutDecoder:
     """Decodes the messages of one Generate stream to rollouts, and checks them against the call.
 
-    `routed_experts` is that of the replica's description.
+    `routed_experts`: as in the replica's description.
     """
 
     def __init__(
