@@ -248,6 +248,11 @@ def check(rollout: Section) -> None:
         raise UserError(
             f"rollout.jax_process_cores={cores} is for rollout.jax_processes; set both, or neither."
         )
+    if rollout["router_replay"] and rollout["engine"] == "vllm":
+        raise UserError(
+            "rollout.router_replay=True replays experts that rollout.engine='vllm' does not send; "
+            "set engine='jax', or router_replay=False."
+        )
     named = [field for field in ("addresses", "addresses_file") if rollout[field]]
     others = [f"rollout.{field}" for field in named] or ["rollout.engine='vllm'"]
     if count and (named or rollout["engine"] != "jax"):

@@ -800,10 +800,11 @@ class DecodingCall:
         if num_responses < min(batch // 4, len(self._waiting)) or not num_responses:
             return
         rows: dict[bytes, int] = {}  # a prompt that several responses share is prefilled once
-        # Limits the memory of the prompt states, counted in float32.
-        num_layers = len(self._prompt_states.layers)
-        num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
-        max_prompts = max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else batch
+        # Limits the memory of the prompts' states and experts, counted in 32 bits.
+        num_values = len(self._prompt_states.layers) * self._policy.config.hidden_size
+        num_values += math.prod(_routing_shape(self._policy, self._call.routed_experts)[0])
+        num_bytes = 4 * self._prompt_columns * num_values
+        max_prompts = max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_bytes else batch
         source = np.full(num_rows, -1, np.int32)
         begins = np.zeros(batch, bool)
         keys = np.zeros((batch, 2), np.uint32)
