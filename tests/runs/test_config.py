@@ -370,6 +370,12 @@ CONTRADICTIONS = [
     (IN_PARTS, "metrics.placement", "rollout", "measures each part alone; set metrics.placement="),
     (IN_PARTS, "data.curriculum", "window", "which data.curriculum='window' needs; set in_flight="),
     (CHILDREN, "rollout.engine", "vllm", "and rollout.engine='vllm' both name replicas"),
+    (
+        {"rollout.router_replay": True},
+        "rollout.engine",
+        "vllm",
+        "'vllm' does not send; set engine='jax'",
+    ),
     (CHILDREN, "rollout.addresses", ("127.0.0.1:1",), "and rollout.addresses both name replicas"),
 ]
 

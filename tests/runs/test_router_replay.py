@@ -2,10 +2,12 @@
 
 import contextlib
 
+import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from semrl_jax import models
 from semrl_jax.jobs.replay import Compared, Replay, known_records, replayed
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.rollout.building import jax_engine
@@ -14,8 +16,9 @@ from semrl_jax.sampling.recorded import Recorded, file_of, read_record, scored_o
 from semrl_jax.support.clock import Clock
 from semrl_jax.training import loop
 from tests.cases import refused
-from tests.fixtures import read_rows, scores_by_length, stable
+from tests.fixtures import read_rows, save_chat_model, save_model, scores_by_length, stable
 from tests.rollout.embedded import EmbeddedReplica
+from tests.rollout.engines.test_routed_experts import assert_of_full_pass
 from tests.runs.test_train import assert_same, final_params
 from tests.tiny import tiny_config
 
@@ -97,3 +100,36 @@ def test_a_dense_model_is_refused(tmp_path):
     config = mixture_config(**{"model.family": "qwen3"})
     message = r"rollout\.router_replay=True replays the choice of experts, .*'qwen3' has none"
     refused(message, train, config, str(tmp_path / "run"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["turns", "parts", "ahead", "lora"])
+def test_responses_of_several_calls_have_the_experts_of_all_tokens(tmp_path, kind):
+    """Turns of episodes that continue caches, and parts of responses; with weights of one step."""
+    experts = models.Experts(8, 2, 16, normalize_weights=True)
+    changes = {"model_type": "qwen3_moe", "experts": experts, "num_layers": 2}
+    path, config = tmp_path / "model", mixture_config()
+    config.training.num_steps = 4
+    config.model.path, config.model.family = str(path), ""
+    if kind == "turns":
+        save_chat_model(path, "Write about w12345. 2 of 17. More! user assistant", **changes)
+        config.data.task, config.data.num_prompts = "environment", 8
+        config.environment.name = "tests.environments.users:Vowels"
+        config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 64, 96
+        config.rollout.stop_token_ids = tuple(range(0, 280, 7))
+    else:
+        save_model(path, **changes)
+    if kind in ("parts", "ahead"):
+        config.rollout.max_staleness = 3
+        config.rollout.in_flight = "keep" if kind == "parts" else "wait"
+    if kind == "lora":
+        config.lora.rank = 4
+    assert train(config, str(tmp_path / "run")) == 0
+    rollouts = [item.rollout for item in scored_of(read_record(file_of(tmp_path / "run", 0)))]
+    if kind == "turns":
+        assert sum(not rollout.response_mask.all() for rollout in rollouts) > 4
+    architecture = models.load_config(path)
+    params = jax.device_put(models.load_params(path, architecture))
+    assert_of_full_pass(models.Policy(architecture), params, rollouts)
+    row = read_rows(tmp_path / "run")[0]
+    assert row["rollout/logprob_mismatch/max"] < 1e-4
