@@ -71,7 +71,7 @@ def test_each_token_keeps_the_experts_that_it_was_sampled_with():
     told = with_context(first, np.array([14, 15], np.int32))
     assert experts(told) == experts(first)
     assert experts(joined(told, routed(part(16, 2, NEW), 100)))[5:] == [113, 114, 115, 116]
-    other = dataclasses.replace(part(16, 2, NEW), prompt_ids=PROMPT)  # another conversation
+    other = dataclasses.replace(part(16, 6, NEW), prompt_ids=PROMPT)  # another conversation
     assert experts(joined(told, routed(other, 100))) == experts(first)
     unknown = dataclasses.replace(part(14, 2, NEW), routed_experts=None)
     assert experts(joined(first, unknown)) == experts(first)
