@@ -49,7 +49,7 @@ class OddPolicy(models.Policy):
         found = super().prefill(params, *inputs)
         if not self.cached:
             return found
-        return (*found[:2], super().prefill(OLD[self.cached], *inputs)[2], found[3])
+        return found._replace(cache=super().prefill(OLD[self.cached], *inputs).cache)
 
     def extend(self, params, token_ids, positions, *inputs):
         """See `models.Policy.extend`."""

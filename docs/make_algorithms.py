@@ -155,7 +155,6 @@ LEFT_OUT = """## Left out
 | SDPO and its like | a teacher with another prompt than the policy's |
 | APRIL, arrol | responses that are begun and given up; here all are completed |
 | NExt, merging of models | changes of saved weights, after training |
-| router replay | engine and trainer choose the experts of a token each for itself |
 | REAL, REC, RED, V0.5, MSSR, SPARK, RLSP, ScaleRL, OLR, TraPO, RECAP | not examined yet |
 | RoRecomp, SCOPE | the same |
 """

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt
 
 from semrl_jax.metrics.measurements import MetricKey, Metrics
 from semrl_jax.metrics.names import ORDERS
@@ -291,6 +291,10 @@ class Rollout:
       prompt_logprobs: float32 nats, of each prompt token after those before it, of the unmodified
         logits; 0 of the first token. None if not requested.
       verdicts: of the environment by name, each summed over the turns, without its weight.
+      routed_experts: of `experts_dtype`, the experts that each token of prompt and response went to
+        in each of the M layers that have experts, in the order of the tokens; the largest number
+        of the dtype: not known. The last token has none, and so may others at the end. None if not
+        requested.
     """
 
     sample_id: str
@@ -320,6 +324,7 @@ class Rollout:
     environment_s: float = 0.0
     verdicts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     prompt_logprobs: Float[np.ndarray, " P"] | None = None
+    routed_experts: UInt[np.ndarray, "_ M C"] | None = None
 
     def __post_init__(self):
         if self.response_mask is None:
@@ -343,8 +348,8 @@ class Rollout:
 
     @property
     def num_state_bytes(self) -> int:
-        """Size of the hidden states."""
-        arrays = self.hidden_states, self.prompt_states
+        """Size of the hidden states, and of the experts that tokens went to."""
+        arrays = self.hidden_states, self.prompt_states, self.routed_experts
         return sum(array.nbytes for array in arrays if array is not None)
 
     def policy_states(self, layer: int) -> Float[np.ndarray, "_ D"]:
@@ -358,7 +363,7 @@ class TokenArray(NamedTuple):
 
     Attributes:
       name: the field, with one entry per token, or fewer.
-      dtype: its NumPy dtype, little-endian.
+      dtype: its NumPy dtype, little-endian; "": it may have several.
       wire: the bytes field of the message `Response`; "" if the codec has its own rule or none.
       is_recorded: whether the Parquet files of a run have a column of this name.
       is_optional: whether messages and files may omit it; see `is_left_out`.
@@ -390,6 +395,7 @@ TOKEN_ARRAYS = (
     TokenArray(
         "effective_ranks", "<f4", wire="effective_ranks", is_optional=True, is_per_token=False
     ),
+    TokenArray("routed_experts", "", is_recorded=False, is_optional=True, is_per_token=False),
     # The trainer alone has these:
     TokenArray("conversations", "<i4", is_optional=True),
     *(
@@ -424,6 +430,8 @@ class ReplicaDescription:
       compiling: the program that the replica compiles now, and for how long; "" if there is none.
       max_adapter_rank: the largest rank of adapters that it applies unmerged; 0 if it merges none.
       base_digest: the digest of the base that it holds for adapters, "" if it holds none.
+      routed_experts: the numbers of layers with experts, of experts per token, and of experts of a
+        layer, if the engine can send the experts that tokens went to; else ().
     """
 
     protocol_major: int = 0
@@ -450,6 +458,12 @@ class ReplicaDescription:
     compiling: str = ""
     max_adapter_rank: int = 0
     base_digest: str = ""
+    routed_experts: tuple[int, ...] = ()
+
+
+def experts_dtype(num_experts: int) -> np.dtype:
+    """The smallest dtype for numbers of experts; its largest number is none of them."""
+    return np.min_scalar_type(num_experts)
 
 
 def config_hash(description: Mapping[str, Any]) -> str:
@@ -470,6 +484,7 @@ class RolloutBatch(NamedTuple):
       rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False, NaN
         of given responses.
       given: True on given responses; None in a run without such.
+      routed_experts: as `Rollout.routed_experts`, not known at padding; None: none are replayed.
     """
 
     token_ids: Int[Array, "B S"]
@@ -478,6 +493,7 @@ class RolloutBatch(NamedTuple):
     response_mask: Bool[Array, "B T"]
     rollout_logprobs: Float[Array, "B T"]
     given: Bool[Array, " B"] | None = None
+    routed_experts: UInt[Array, "B S M C"] | None = None
 
     @property
     def sampled_mask(self) -> Bool[Array, "B T"]:

@@ -57,8 +57,15 @@ class KVCache(NamedTuple):
     positions: Int[Array, "B S"]
 
 
-# Final state of the last token of each row, the input of each layer there, and the cache.
-Decoded = tuple[Float[Array, "B D"], Float[Array, "B L D"], KVCache]
+class Decoded(NamedTuple):
+    """What a pass of an engine over T columns gives."""
+
+    final_states: Float[Array, "B D"]  # of the last column
+    layer_inputs: Float[Array, "B L D"]  # of each layer, in the last column
+    cache: KVCache
+    # The experts of each token, in the M layers that have experts; without any, M and C are 0.
+    experts: Int[Array, "B T M C"]
+    states: Float[Array, "B T K D"] | None = None  # in the layers that a prefill was asked for
 
 
 def rotary_frequencies(
@@ -268,18 +275,25 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B T D"],
         attended: Float[Array, "B T N H"],
         dropout: Dropout | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Adds the attention output, then the feed-forward output."""
+        experts: Int[Array, "B T C"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"] | None]:
+        """Adds the attention output, then the feed-forward output.
+
+        Also returns the experts that tokens went to: the given ones, see `experts.route`.
+        """
         attended = constrain(attended, "heads", self.mesh).reshape(*x.shape[:2], -1)
         post_norms = self.config.declared.post_norms
         attended = constrain(self.output(attended, dropout), "states", self.mesh)
         x = x + (self.attention_post_norm(attended) if post_norms else attended)
-        added = self._feed_forward(self.mlp_norm(x), dropout)
-        return x + (self.mlp_post_norm(added) if post_norms else added)
+        added, chosen = self._feed_forward(self.mlp_norm(x), dropout, experts)
+        return x + (self.mlp_post_norm(added) if post_norms else added), chosen
 
     def _feed_forward(
-        self, normed: Float[Array, "B T D"], dropout: Dropout | None
-    ) -> Float[Array, "B T D"]:
+        self,
+        normed: Float[Array, "B T D"],
+        dropout: Dropout | None,
+        given: Int[Array, "B T C"] | None,
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"] | None]:
         activation = ACTIVATIONS[self.config.declared.activation]
         if not self.is_dense:
 
@@ -288,11 +302,19 @@ class DecoderLayer(nnx.Module):
                 return gather_over_fsdp(own, name, self.mesh)
 
             kernels = Kernels(*map(kernel, ("router", "expert_gate", "expert_up", "expert_down")))
-            mixed = mixture(normed, kernels, self.config.experts, activation, self.mesh)
-            return constrain(mixed, "states", self.mesh)
+            found = mixture(normed, kernels, self.config.experts, activation, self.mesh, given)
+            return constrain(found[0], "states", self.mesh), found[1]
         features = activation(self.gate(normed, dropout)) * self.up(normed, dropout)
         features = constrain(features, "features", self.mesh)
-        return constrain(self.down(features, dropout), "states", self.mesh)
+        return constrain(self.down(features, dropout), "states", self.mesh), None
+
+
+class _OfLayer(NamedTuple):
+    """What a layer gets with its parameters; None where it needs none."""
+
+    window: Int[Array, ""] | None
+    number: Int[Array, ""] | None  # of the layer, for dropout
+    experts: Int[Array, "B S C"] | None  # that are given
 
 
 class Decoder(nnx.Module):
@@ -342,6 +364,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
         dropout: Dropout | None = None,
+        experts: Int[Array, "B S M C"] | None = None,
     ) -> Float[Array, "B S D"]:
         """States after the final norm of whole sequences, in the compute dtype.
 
@@ -351,6 +374,8 @@ class Decoder(nnx.Module):
           segment_ids: int32; a token attends to itself and to earlier tokens of its own segment
             that are inside the layer's window; 0 is padding.
           dropout: of the inputs of adapters, in all layers; None: there is none.
+          experts: of each token in the M layers that have experts, see `experts.route`; None: the
+            routers choose.
         """
         num_columns = token_ids.shape[1]
         if self.mesh is not None:  # an equal number of columns per device
@@ -360,15 +385,18 @@ class Decoder(nnx.Module):
                 ((token_ids, positions, segment_ids), dropout and dropout[1:3]),
             )
             dropout = dropout and Dropout(dropout.rate, *of_tokens)
+            if experts is not None:  # the added columns have expert 0, and no one reads them
+                experts = jnp.pad(experts, (*padding, (0, 0), (0, 0)))
         attend = self._attention(positions, segment_ids)
 
-        def step(x, layer, window, number):
-            own = dropout and dropout._replace(layer=number)
-            query, key, value = layer.heads(x, positions, window, own)
-            return layer.residual(x, attend(query, key, value, window), own)
+        def step(x, layer, given):
+            own = dropout and dropout._replace(layer=given.number)
+            query, key, value = layer.heads(x, positions, given.window, own)
+            attended = attend(query, key, value, given.window)
+            return layer.residual(x, attended, own, given.experts)[0]
 
         numbers = dropout and jnp.arange(self.config.num_layers)
-        x = self._scan(step, self._embedded(token_ids), numbers)
+        x = self._scan(step, self._embedded(token_ids), numbers, experts)
         return self.final_norm(x)[:, :num_columns]
 
     def prefill(
@@ -377,28 +405,28 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B P"],
         segment_ids: Int[Array, "B P"],
         layers: tuple[int, ...] = (),
-    ) -> tuple[*Decoded, Float[Array, "B P K D"]]:
+    ) -> Decoded:
         """Runs left-padded prompts; the last column is every row's last prompt token.
 
-        Returns:
-          `Decoded` of the last column, and the states of `layers`, K Hugging Face indices, for all
-          columns.
+        `states` are those in `layers`, K Hugging Face indices.
         """
         attend = self._attention(positions, segment_ids)
         x = self._embedded(token_ids)
-        inputs, keys, values = [], [], []
+        inputs, keys, values, experts = [], [], [], []
         for layer, window in self._unrolled():
             inputs.append(x)
             query, key, value = layer.heads(x, positions, window)
             keys.append(constrain(key.transpose(0, 2, 3, 1), "cache", self.mesh))
             values.append(constrain(value.swapaxes(1, 2), "cache", self.mesh))
-            x = layer.residual(x, attend(query, key, value, window))
+            x, chosen = layer.residual(x, attend(query, key, value, window))
+            experts.append(chosen)
         final = self.final_norm(x)
         by_layer = dict(enumerate([*inputs, final])) | {-1: final}
         no_states = jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
         wanted = jnp.stack([by_layer[i] for i in layers], axis=2) if layers else no_states
         cache = KVCache(tuple(keys), tuple(values), jnp.where(segment_ids != 0, positions, -1))
-        return final[:, -1], jnp.stack([x[:, -1] for x in inputs], axis=1), cache, wanted
+        last = jnp.stack([x[:, -1] for x in inputs], axis=1)
+        return Decoded(final[:, -1], last, cache, _stacked_experts(experts, token_ids), wanted)
 
     def decode(
         self,
@@ -450,7 +478,7 @@ class Decoder(nnx.Module):
             return within_window(mask, positions, key_positions, window)
 
         x = self._embedded(token_ids)
-        inputs, keys, values = [], [], []
+        inputs, keys, values, experts = [], [], [], []
         is_one_cpu = self.mesh is None or self.mesh.size == 1
         is_one_cpu &= (self.platform or platform_of(self.mesh)) == "cpu"
         for index, (layer, window) in enumerate(self._unrolled()):
@@ -464,9 +492,11 @@ class Decoder(nnx.Module):
             if prompts is not None:
                 own = prompts.keys[index], prompts.values[index]
                 parts.insert(0, Columns(*own, seen(prompt_positions, window)))
-            x = layer.residual(x, self._attended(query, parts))
+            x, chosen = layer.residual(x, self._attended(query, parts))
+            experts.append(chosen)
         new_cache = KVCache(tuple(keys), tuple(values), key_positions)
-        return self.final_norm(x)[:, -1], jnp.stack(inputs, axis=1), new_cache
+        chosen = _stacked_experts(experts, token_ids)
+        return Decoded(self.final_norm(x)[:, -1], jnp.stack(inputs, axis=1), new_cache, chosen)
 
     def output_weights(self) -> tuple[Float[Array, "_ _"], int]:
         """The output matrix in the compute dtype, and its axis of the vocabulary: 0 if tied."""
@@ -517,24 +547,33 @@ class Decoder(nnx.Module):
         return constrain(x, "states", self.mesh)
 
     def _scan(
-        self, step: Callable, x: Float[Array, "B S D"], numbers: Int[Array, " L"] | None
+        self,
+        step: Callable,
+        x: Float[Array, "B S D"],
+        numbers: Int[Array, " L"] | None,
+        experts: Int[Array, "B S M C"] | None,
     ) -> Float[Array, "B S D"]:
-        """Carries `step(x, layer, window, number)` through the layers; one kind is one scan."""
+        """Carries `step(x, layer, of_layer)` through the layers; one kind is one scan."""
+        if experts is not None:
+            experts = jnp.moveaxis(experts, 2, 0)
 
         def layer_step(graph):
             def of_layer(x, scanned):
-                state, window, number = scanned
-                return step(x, nnx.merge(graph, state), window, number), None
+                state, given = scanned
+                return step(x, nnx.merge(graph, state), given), None
 
             return self._checkpointed(of_layer)
 
         if not self._mixes_kinds:
             graph, stacked = nnx.split(self.layers)
-            return jax.lax.scan(layer_step(graph), x, (stacked, self._windows, numbers))[0]
+            given = _OfLayer(self._windows, numbers, experts)
+            return jax.lax.scan(layer_step(graph), x, (stacked, given))[0]
         for index, (layer, window) in enumerate(self._unrolled()):
             graph, state = nnx.split(layer)
             number = None if numbers is None else numbers[index]
-            x, _ = layer_step(graph)(x, (state, window, number))
+            place = self.config.place("router", index)
+            own = None if experts is None or place is None else experts[place]
+            x, _ = layer_step(graph)(x, (state, _OfLayer(window, number, own)))
         return x
 
     def _unrolled(self) -> Iterator[tuple[DecoderLayer, Int[Array, ""] | None]]:
@@ -562,6 +601,13 @@ class Decoder(nnx.Module):
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
+
+
+def _stacked_experts(
+    chosen: list[Int[Array, "B T C"] | None], token_ids: Int[Array, "B T"]
+) -> Int[Array, "B T M C"]:
+    found = [each for each in chosen if each is not None]
+    return jnp.stack(found, axis=2) if found else jnp.zeros((*token_ids.shape, 0, 0), jnp.int32)
 
 
 def _of_layers_with_it(state: Any, config: DecoderConfig) -> Any:

@@ -170,6 +170,14 @@ class DecoderConfig:
         return layer
 
     @property
+    def routed_experts(self) -> tuple[int, ...]:
+        """Layers with experts, experts per token, and experts of a layer; () without experts."""
+        if self.experts is None:
+            return ()
+        num_layers = self.num_layers - len(set(self.experts.dense_layers))
+        return num_layers, self.experts.experts_per_token, self.experts.num_experts
+
+    @property
     def layer_products(self) -> int:
         """Multiplications for a token in the matrix products of a layer, of one with experts."""
         width = self.num_heads * self.head_dim + self.num_kv_heads * self.head_dim

@@ -5,7 +5,11 @@ its own rows only. On a mesh, the axis `expert` splits the experts. Its devices 
 tokens, compute their own experts' part of every token, and sum the parts where the tokens came
 from.
 
-Source: arXiv:2211.15841 for the blocks of rows, each of one expert.
+Router replay: the choice of experts may be given, such as the one that an engine made. The router
+still computes their weights, so that it learns.
+
+Source: arXiv:2211.15841 for the blocks of rows, each of one expert; arXiv:2510.11370
+(R3) for the replay.
 """
 
 from __future__ import annotations
@@ -40,37 +44,56 @@ def mixture(
     experts: Experts,
     activation: Callable[[Array], Array],
     mesh: Mesh | None,
-) -> Float[Array, "B S D"]:
-    """The weighted sum of the outputs of each token's experts; padding is routed as well."""
+    given: Int[Array, "B S C"] | None = None,
+) -> tuple[Float[Array, "B S D"], Int[Array, "B S C"]]:
+    """The weighted sum of the outputs of each token's experts, and the experts; see `route`.
+
+    Padding is routed as well.
+    """
     if mesh is None:
-        return _own_part(x, kernels, experts, activation, 0, jax.default_backend())
+        tokens = x.reshape(-1, x.shape[-1])
+        asked = None if given is None else given.reshape(len(tokens), -1)
+        chosen, weights = route(tokens, kernels.router, experts, asked)
+        found = _own_part(tokens, chosen, weights, kernels, activation, 0, jax.default_backend())
+        return found.reshape(x.shape), chosen.reshape(*x.shape[:-1], -1)
     platform = platform_of(mesh)
     spec = activation_spec("states", x.shape, mesh)
     # Few rows are not split over the data axes: then every device has them.
     splits_rows = spec[0] is not None
     of_x = {name for axes in spec for name in axis_names(axes)}
 
-    def of_shard(x, kernels):
+    def routed(x, router, *given):
+        tokens, *given = (each.reshape(-1, each.shape[-1]) for each in (x, *given))
+        found = route(tokens, router, experts, *given)
+        return tuple(each.reshape(*x.shape[:-1], -1) for each in found)
+
+    def of_shard(x, chosen, weights, kernels):
         # The gradients of `block_product` vary over the same axes as what they are of.
-        x = _varying(x, {"expert", "tensor"} - of_x)
+        tokens = [_varying(each, {"expert", "tensor"} - of_x) for each in (x, chosen, weights)]
         own = (_varying(kernel, of_x - {"expert"}) for kernel in kernels[1:])
         kernels = Kernels(kernels.router, *own)
         if splits_rows:
-            x = jax.lax.all_gather(x, "expert", axis=0, tiled=True)
+            tokens = jax.lax.all_gather(tokens, "expert", axis=0, tiled=True)
         first = jax.lax.axis_index("expert") * len(kernels.gate)
-        part = _own_part(x, kernels, experts, activation, first, platform)
+        rows = (each.reshape(-1, each.shape[-1]) for each in tokens)
+        part = _own_part(*rows, kernels, activation, first, platform).reshape(tokens[0].shape)
         part = jax.lax.psum(part, "tensor")
         if splits_rows:
             return jax.lax.psum_scatter(part, "expert", scatter_dimension=0, tiled=True)
         return jax.lax.psum(part, "expert")
 
+    whole = PartitionSpec(None, None)
     wide, tall = PartitionSpec("expert", None, "tensor"), PartitionSpec("expert", "tensor", None)
-    return jax.shard_map(
+    arrays = (x, kernels.router) if given is None else (x, kernels.router, given)
+    in_specs = (spec, whole, spec)[: len(arrays)]
+    routing = jax.shard_map(routed, mesh=mesh, in_specs=in_specs, out_specs=spec)(*arrays)
+    mixed = jax.shard_map(
         of_shard,
         mesh=mesh,
-        in_specs=(spec, Kernels(PartitionSpec(None, None), wide, wide, tall)),
+        in_specs=(spec, spec, spec, Kernels(whole, wide, wide, tall)),
         out_specs=spec,
-    )(x, kernels)
+    )(x, *routing, kernels)
+    return mixed, routing[0]
 
 
 def _varying(x: Array, axes: set[str]) -> Array:
@@ -78,20 +101,29 @@ def _varying(x: Array, axes: set[str]) -> Array:
 
 
 def route(
-    x: Float[Array, "N D"], router: Float[Array, "D E"], experts: Experts
+    x: Float[Array, "N D"],
+    router: Float[Array, "D E"],
+    experts: Experts,
+    given: Int[Array, "N C"] | None = None,
 ) -> tuple[Int[Array, "N C"], Float[Array, "N C"]]:
-    """The C experts of each token, and the float32 weights of their outputs, as transformers."""
+    """The C experts of each token, and the float32 weights of their outputs, as transformers.
+
+    The router chooses the experts with the highest probabilities, unless others are `given`. A
+    number of E or more is no expert: for such a token, the router chooses.
+    """
     probabilities = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, experts.experts_per_token)
+    if given is not None:
+        is_known = jnp.all(given < experts.num_experts, axis=-1, keepdims=True)
+        chosen = jnp.where(is_known, given.astype(chosen.dtype), chosen)
+        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if experts.normalize_weights:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return chosen, weights
 
 
-def _own_part(x, kernels, experts, activation, first, platform):
+def _own_part(tokens, chosen, weights, kernels, activation, first, platform):
     """`mixture` of this device's experts, from number `first`, on devices of `platform`."""
-    tokens = x.reshape(-1, x.shape[-1])
-    chosen, weights = route(tokens, kernels.router, experts)
     count, per_token = len(kernels.gate), chosen.shape[1]
     num_rows = len(tokens) * per_token
     # TPUs have an instruction for rows sorted by expert. Elsewhere JAX multiplies all rows with
@@ -113,7 +145,7 @@ def _own_part(x, kernels, experts, activation, first, platform):
 
     # [total, D]: each token, once for each of its experts; zeros between.
     repeated = jnp.repeat(tokens, per_token, axis=0)
-    rows = jnp.zeros_like(repeated, shape=(total, x.shape[-1]))
+    rows = jnp.zeros_like(repeated, shape=(total, tokens.shape[-1]))
     rows = rows.at[places].set(repeated, mode="drop")
 
     def product(rows, kernel):
@@ -128,9 +160,9 @@ def _own_part(x, kernels, experts, activation, first, platform):
     outputs = product(features, kernels.down)
     by_token = outputs.at[places].get(mode="fill", fill_value=0).reshape(*chosen.shape, -1)
     mixed = jnp.einsum(
-        "ncd,nc->nd", by_token, weights.astype(x.dtype), preferred_element_type=jnp.float32
+        "ncd,nc->nd", by_token, weights.astype(tokens.dtype), preferred_element_type=jnp.float32
     )
-    return mixed.astype(x.dtype).reshape(x.shape)
+    return mixed.astype(tokens.dtype)
 
 
 def _block_size(rows_per_expert: int, platform: str) -> int:

@@ -65,11 +65,12 @@ class Policy:
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
         dropout: Dropout | None = None,
+        experts: Int[Array, "B S M C"] | None = None,
     ) -> Float[Array, "B S D"]:
         """States after the final norm; see `Decoder.__call__`."""
-        return self._bind(params)(token_ids, positions, segment_ids, dropout)
+        return self._bind(params)(token_ids, positions, segment_ids, dropout, experts)
 
-    def prefill(self, params: Params, *inputs: Any) -> tuple[*Decoded, Float[Array, "B P K D"]]:
+    def prefill(self, params: Params, *inputs: Any) -> Decoded:
         """See `Decoder.prefill`."""
         return self._bind(params).prefill(*inputs)
 

@@ -43,7 +43,13 @@ from semrl_jax.training.passes import PASS, PassPlan
 from semrl_jax.training.policy_update import SlotValues, row_logprobs
 from semrl_jax.training.train_state import POLICY, abstract_copied, abstract_everywhere, laid_out
 from semrl_jax.training.trainee import update_rows
-from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams, distribution_of
+from semrl_jax.types import (
+    HiddenStateParams,
+    RolloutBatch,
+    SamplingParams,
+    distribution_of,
+    experts_dtype,
+)
 
 # Where this pass fails, the program is compiled without it: libtpu 0.0.42 stops ("RET_CHECK failure
 # ... user->opcode() == kAdd") if gradients are summed by an all-reduce inside the loop over
@@ -126,14 +132,19 @@ class Programs:
         prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
         whole = np.ones((count, prompt + response), np.int32)
         groups = np.arange(count)[:, None] // rollout.group_size
+        experts = None
+        if rollout.router_replay:
+            *of_token, num_experts = self.architecture.routed_experts
+            experts = np.zeros((*whole.shape, *of_token), experts_dtype(num_experts))
         batch = RolloutBatch(
             token_ids=groups.astype(np.int32) * whole,
             positions=np.broadcast_to(np.arange(prompt + response, dtype=np.int32), whole.shape),
             segment_ids=whole,
             response_mask=np.ones((count, response), bool),
             rollout_logprobs=np.zeros((count, response), np.float32),
+            routed_experts=experts,
         )
-        return lay_out(batch, self._plan, self.policy.attention_columns)
+        return lay_out(batch, self._plan, self.policy.attention_columns, replays=True)
 
     @property
     def _plan(self) -> RowPlan:
@@ -221,6 +232,7 @@ class Programs:
             kind=kind,
             hidden_states=states,
             num_tokens=rollout.jax_chunk_tokens,
+            routed=rollout.router_replay,
         )
         arguments = {"engine weights": params, "cache": slots}
         return _compiled("decode", traced, arguments, rollout.jax_chunk_tokens, mesh)

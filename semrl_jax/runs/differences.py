@@ -17,7 +17,10 @@ GRADIENTS = "gradients"
 # Columns of `support.response_files` by stage; a name that ends in "/" stands for all such columns.
 COLUMNS = {
     "prompts": ("group_id", "sample_index", "prompt_ids", "reference"),
-    "tokens": ("response_ids", "response_mask", "conversations", "finish_reason", "weight_spans"),
+    "tokens": (
+        "response_ids", "response_mask", "conversations", "finish_reason", "weight_spans",
+        "routed_experts",
+    ),
     "log-probabilities": ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values"),
     "rewards": (
         "turn_rewards", "extracted", "correct", SCORES, "score", "verifier_error", "boxed",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from semrl_jax.runs.trackers import Tracker
-from semrl_jax.sampling.recorded import StepRecord, columns_of
+from semrl_jax.sampling.recorded import EXPERTS, StepRecord, columns_of
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
 from semrl_jax.support.rows import read_log, read_rows
@@ -111,12 +111,20 @@ def record_of(result: StepResult) -> StepRecord:
         "num_layers": 0
         if result.scored.mean_states is None
         else result.scored.mean_states.shape[1],
+        **_routing(result.scored),
         "before": trace.before,
         "gradients": trace.gradients,
         "after": trace.after,
     }
     rewards = np.reshape(trace.rewards, -1)
     return StepRecord(result.step, columns_of(result.scored, trace.arrays, rewards), facts)
+
+
+def _routing(scored: Scored) -> dict[str, list]:
+    """The fact of `StepRecord` about experts, if any are known."""
+    experts = (item.rollout.routed_experts for item in scored)
+    found = next((each for each in experts if each is not None), None)
+    return {} if found is None else {EXPERTS: [found.dtype.name, *found.shape[1:]]}
 
 
 def write_rollouts(

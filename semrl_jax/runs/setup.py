@@ -156,6 +156,11 @@ def check_inputs(
     policy, tokenizer = build_policy(config)
     end_tokens = end_token_ids(config, tokenizer)
     check_model_limits(config, policy.config, tokenizer)
+    if config.rollout.router_replay and not policy.config.routed_experts:
+        raise UserError(
+            f"rollout.router_replay=True replays the choice of experts, and a model of model_type="
+            f"{policy.config.model_type!r} has none; set it to False."
+        )
     if config.hidden_states.source != "none":
         check_metrics_of(config.metrics, policy)
     if config.evaluation.metrics:

@@ -26,6 +26,7 @@ from semrl_jax.sampling.selecting import Selecting
 from semrl_jax.sampling.source import Batches, Counted, Now, Rounds, Source
 from semrl_jax.settings.rollout import num_parts, weight_dtype
 from semrl_jax.support.errors import UserError
+from semrl_jax.types import experts_dtype
 
 TOKEN_BYTES = 12  # an id and two log-probabilities
 
@@ -43,7 +44,7 @@ def open_source(
     cannot play the sampler's episodes.
     """
     if run := config.rollout.recorded:
-        yield Recorded(pathlib.Path(run)), sampler
+        yield Recorded(pathlib.Path(run), config.rollout.router_replay), sampler
         return
     check_episodes(config, sampler.episodes)
     sync, lag, parts = sampler.sync, config.rollout.max_staleness, num_parts(config.rollout)
@@ -116,6 +117,9 @@ def check_memory(
         size = architecture.hidden_size * jax.numpy.dtype(states.dtype).itemsize
         per_token += len(config.metrics.layers) * size
         what = "tokens with hidden states"
+    if rollout.router_replay:
+        num_layers, chosen, num_experts = architecture.routed_experts
+        per_token += num_layers * chosen * experts_dtype(num_experts).itemsize
     needed, limit = shared + copies * copy + lag * tokens * per_token, available_bytes()
     if lag and needed > limit:
         raise UserError(

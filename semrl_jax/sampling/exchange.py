@@ -71,7 +71,8 @@ def pack_scored(scored: Scored) -> bytes:
     for array in TOKEN_ARRAYS:
         parts = [getattr(item.rollout, array.name) for item in scored]
         present = [part for part in parts if part is not None]
-        arrays[array.name] = np.concatenate(present or [np.zeros(0)]).astype(array.dtype)
+        values = np.concatenate(present or [np.zeros(0)])
+        arrays[array.name] = values.astype(array.dtype) if array.dtype else values
         arrays[f"{array.name}_lengths"] = np.array(
             [-1 if p is None else len(p) for p in parts], int
         )

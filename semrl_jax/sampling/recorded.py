@@ -29,6 +29,7 @@ from semrl_jax.types import TOKEN_ARRAYS, Rollout, VersionSpan, WeightVersion
 RECORDS = "records"  # directory in that of a run
 _FACTS, _SUM = b"semrl_step", b"semrl_step_crc32"  # keys in the metadata of the file
 _NEEDED = ("group_id", "sample_index", "prompt_ids", "response_ids", "rollout_logprobs")
+EXPERTS = "routed_experts"  # a column of bytes, and the fact that describes them
 _NOWHERE = ("turn_characters",)  # needs the tokenizer, and nothing here reads it
 
 
@@ -39,7 +40,9 @@ class StepRecord(NamedTuple):
       columns: one row per response, in (group, sample) order, see `support.response_files`.
       facts: a JSON object. `row` has scalars of the log, and `sampled` the names of those that the
         sampling gave. `position` is the place in the data after the step, `num_layers` the number
-        of measured layers of hidden states. `before`, `after` and `gradients` are `traces.Sums`.
+        of measured layers of hidden states. `routed_experts` has the dtype of this column, and its
+        numbers of layers and of experts per token. `before`, `after` and `gradients` are
+        `traces.Sums`.
     """
 
     step: int
@@ -110,6 +113,9 @@ def columns_of(
         columns[name] = [row[: len(of.response_ids)] for row, of in zip(values, rollouts)]
     if len(rewards):
         columns["reward"] = list(map(float, rewards))
+    experts = [rollout.routed_experts for rollout in rollouts]
+    if any(each is not None for each in experts):
+        columns[EXPERTS] = [None if each is None else each.tobytes() for each in experts]
     if scored.mean_states is not None:
         columns["mean_states"] = list(scored.mean_states.reshape(len(scored), -1))
     return response_files.table_of(columns)
@@ -130,15 +136,18 @@ def scored_of(record: StepRecord) -> Scored:
     if "mean_states" in columns.column_names:
         means = np.array([row["mean_states"] for row in rows], np.float32)
         means = means.reshape(len(rows), num_layers, -1)
-    return Scored(list(map(_item_of, rows)), metrics, means)
+    return Scored([_item_of(row, record.facts.get(EXPERTS)) for row in rows], metrics, means)
 
 
-def _item_of(row: Mapping[str, Any]) -> ScoredRollout:
+def _item_of(row: Mapping[str, Any], routing: tuple[str, int, int] | None) -> ScoredRollout:
     arrays = {
         array.name: np.array(row[array.name], array.dtype)
         for array in TOKEN_ARRAYS
-        if row.get(array.name) is not None
+        if array.dtype and row.get(array.name) is not None
     }
+    if row.get(EXPERTS) is not None:
+        dtype, *shape = routing
+        arrays[EXPERTS] = np.frombuffer(row[EXPERTS], dtype).reshape(-1, *shape)
     spans = np.reshape(row["weight_spans"], (-1, 3)).tolist()
     is_episode = "turn_rewards" in arrays
     rollout = Rollout(
@@ -173,6 +182,7 @@ class Recorded:
     """A source that reads its batches from the records of a run, and samples nothing."""
 
     run: pathlib.Path
+    replays_routers: bool = False
 
     def offer(self, weights: Sequence[models.Params], step: int) -> None:
         """No weights are needed."""
@@ -185,6 +195,11 @@ class Recorded:
             raise UserError(
                 f"{self.run} has no record of step {step} "
                 "(logging.replay_every); choose recorded steps, or sample again."
+            )
+        if self.replays_routers and EXPERTS not in record.columns.column_names:
+            raise UserError(
+                f"{self.run} has no routed_experts of step {step}, because it ran without "
+                "rollout.router_replay; set it to False."
             )
         epoch, cursor = record.facts["position"]
         row, sampled = record.facts["row"], record.facts["sampled"]

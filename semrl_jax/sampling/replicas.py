@@ -174,14 +174,15 @@ def _check_limits(
     num_processes: int = 1,
 ) -> None:
     """Raises UserError if the replica would refuse one process's share of a step or evaluation."""
+    rollout = config.rollout
     groups = -(-config.data.prompts_per_step // num_processes)
-    num_prompts = max(groups * config.rollout.group_size, -(-num_problems // num_processes))
+    num_prompts = max(groups * rollout.group_size, -(-num_problems // num_processes))
     fewer = "lower evaluation.num_problems, data.prompts_per_step or rollout.group_size"
     same = "start the replica with the trainer's config"
     for field, value, way_out in (
         ("max_prompts", num_prompts, fewer),
         ("max_prompt_tokens", longest_prompt(config), same),
-        ("max_response_tokens", config.rollout.max_response_tokens, same),
+        ("max_response_tokens", rollout.max_response_tokens, same),
     ):
         limit = getattr(replica, field)
         if value > limit:
@@ -201,6 +202,12 @@ def _check_limits(
             f"replica {replica.replica_id} ({replica.engine} engine) sends no log-probabilities, "
             f"but algorithms.importance corrects by {level!r}; start a replica from this release, "
             "or set level and level_ahead to 'none'."
+        )
+    if rollout.router_replay and not replica.routed_experts:
+        raise UserError(
+            f"replica {replica.replica_id} ({replica.engine} engine) does not send the experts "
+            "that rollout.router_replay=True replays; start a JAX replica of this release, or set "
+            "it to False."
         )
     for section in ("rollout", "evaluation"):
         if config[section].stop_strings and "stop_strings" not in replica.sampling_kinds:

@@ -91,6 +91,7 @@ def training_options(
         "stop_strings": config.rollout.stop_strings,
         "measuring": Measuring(config.metrics, measurer) if states.source == "rollout" else None,
         "states": HiddenStateParams((FINAL_LAYER,)) if compares else None,
+        "routed_experts": config.rollout.router_replay,
     }
 
 

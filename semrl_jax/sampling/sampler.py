@@ -105,7 +105,7 @@ class Sampler:
           clock: times the waits for responses, for verdicts and for environments.
           verifier: None: the sampler's own.
           arrived: called for each rollout, to show progress.
-          distribution: temperature, top_p, top_k.
+          distribution: temperature, top_p, top_k; and `routed_experts` of `generate`.
         """
         shared = {"stop_strings": stop_strings, "measuring": measuring, "states": states}
         ask = functools.partial(self.generate, **shared, **distribution)
@@ -145,6 +145,7 @@ class Sampler:
         stop_strings: Sequence[str] = (),
         measuring: Measuring | None = None,
         states: HiddenStateParams | None = None,
+        routed_experts: bool = False,
         **distribution: Any,
     ) -> Iterator[Rollout]:
         """What the policy writes after each prompt, by one call, as it arrives.
@@ -154,6 +155,7 @@ class Sampler:
           keep: whether further turns follow. With `groups_per_call` they are prefilled: time
             decides which replica gets a call, and a prefill is rounded in another way.
           stop_strings, measuring, states, distribution: see `sample_here`.
+          routed_experts: whether the rollouts have the experts that tokens went to.
         """
         weights, rollout = self.weights, self.config.rollout
 
@@ -182,6 +184,7 @@ class Sampler:
             metrics=metrics,
             groups_per_call=groups_per_call(requests, rollout),
             keep=keep and not rollout.groups_per_call,
+            routed_experts=routed_experts,
             resync=resync,
             read=None if weights.read_together else weights.read,
         )

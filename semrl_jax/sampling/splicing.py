@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int, Shaped, UInt
 
 from semrl_jax.types import FinishReason, Rollout, VersionSpan
 
@@ -32,9 +32,23 @@ def joined(before: Rollout, part: Rollout) -> Rollout:
         part,
         prompt_ids=before.prompt_ids,
         **{name: both(name) for name in (*_PER_TOKEN, "response_mask")},
+        routed_experts=_routed(before, part),
         versions=tuple(spans),
         generate_s=before.generate_s + part.generate_s,
     )
+
+
+def _routed(before: Rollout, part: Rollout) -> UInt[np.ndarray, "_ M C"] | None:
+    """The experts that were known before, and then the part's for the tokens after them.
+
+    A part that does not go on with all tokens before it is another conversation, whose experts are
+    left out, as are all after them.
+    """
+    known, more = before.routed_experts, part.routed_experts
+    if known is None or more is None:
+        return known
+    goes_on = len(part.prompt_ids) == len(before.prompt_ids) + len(before.response_ids)
+    return np.concatenate([known, more[len(known) :]]) if goes_on else known
 
 
 def with_context(before: Rollout, token_ids: Int[np.ndarray, " n"]) -> Rollout:
@@ -50,6 +64,7 @@ def with_context(before: Rollout, token_ids: Int[np.ndarray, " n"]) -> Rollout:
         rollout_raw_logprobs=None if raw is None else nothing,
         response_mask=np.zeros(count, bool),
         hidden_states=states,
+        routed_experts=None,
         versions=(VersionSpan(before.versions[-1].version, 0, count),),
         generate_s=0.0,
     )
@@ -61,10 +76,14 @@ def cut(rollout: Rollout, count: int, reason: FinishReason) -> Rollout:
     if count == len(rollout.response_ids) and rollout.finish_reason != "length":
         return rollout
     kept = {name: getattr(rollout, name) for name in (*_PER_TOKEN, "response_mask")}
+    routed = rollout.routed_experts
+    if routed is not None:
+        routed = routed[: len(rollout.prompt_ids) + count - 1]
     spans = itertools.takewhile(lambda span: span.start < count, rollout.versions)
     return dataclasses.replace(
         rollout,
         **{name: None if array is None else array[:count] for name, array in kept.items()},
+        routed_experts=routed,
         versions=tuple(VersionSpan(s.version, s.start, min(s.end, count)) for s in spans),
         finish_reason=reason,
     )

@@ -115,6 +115,11 @@ class Rollout:
     weight_dtype: str = setting(
         "", "dtype of weights on the wire; empty: model.compute_dtype", choices=("", *DTYPES)
     )
+    router_replay: bool = setting(
+        False,
+        "True: the trainer's tokens go to the experts that they went to in the engine; only for "
+        "mixtures of experts. docs/models.md",
+    )
     max_staleness: int = setting(
         0,
         "Lag k: weights of step s - k sample the batch of step s. docs/ahead.md",
@@ -229,6 +234,11 @@ def check(rollout: Section) -> None:
     if cores and not count:
         raise UserError(
             f"rollout.jax_process_cores={cores} is for rollout.jax_processes; set both, or neither."
+        )
+    if rollout["router_replay"] and rollout["engine"] == "vllm":
+        raise UserError(
+            "rollout.router_replay=True replays experts that rollout.engine='vllm' does not send; "
+            "set engine='jax', or router_replay=False."
         )
     named = [field for field in ("addresses", "addresses_file") if rollout[field]]
     others = [f"rollout.{field}" for field in named] or ["rollout.engine='vllm'"]

@@ -118,6 +118,11 @@ COLUMNS = {
         "ER of each prefix that ERV and ERA are computed from; only in a run, if measured",
     ),
     # From here on to mean_states: only in records.
+    "routed_experts": Column(
+        pa.binary(),
+        "with `rollout.router_replay`: experts of each token but the last in each layer that has "
+        "experts, one byte or two each",
+    ),
     "reward": Column(NUMBER, "what the update was given for the response"),
     "weight_spans": Column(
         _per_token(pa.int32()),

@@ -193,6 +193,7 @@ class Learner:
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
             may_be_given=rollout.given_responses > 0,
+            routed_experts=self.policy.config.routed_experts if rollout.router_replay else (),
         )
 
     def judged(self, scored: Scored, batch: RolloutBatch, clock: Clock) -> Scored:
@@ -212,7 +213,7 @@ class Learner:
         if needs.logprobs or needs.entropies or needs.states:
             with clock("old_logprobs"):
                 also = {"with_states": needs.states, "with_entropies": needs.entropies}
-                old = self.logprobs(self.whole(state.params), batch, **also)
+                old = self.logprobs(self.whole(state.params), batch, replays=True, **also)
         if plan.reference == PASS:
             with clock("ref_logprobs"):
                 params, policy = fetched(self.reference), self.reference_policy

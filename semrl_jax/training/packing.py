@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
 from semrl_jax.models import DATA_AXES
 from semrl_jax.models.attention import BRANCHES, block_columns
@@ -63,6 +63,8 @@ class TokenRows(NamedTuple):
     sequence_ids: Int[Array, "M R U"]
     # For `models.Dropout`: numbers of the update and of the token; None without dropout.
     dropout: tuple[Int[Array, "M R S"], Int[Array, "M R S"]] | None = None
+    # The `routed_experts` of the batch, in L layers; None: the routers choose.
+    experts: UInt[Array, "M R S L C"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,15 +168,20 @@ def to_batch(
 
 
 def lay_out(
-    batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0, dropout: int | None = None
+    batch: RolloutBatch,
+    plan: RowPlan,
+    attention_columns: float = 0.0,
+    dropout: int | None = None,
+    replays: bool = False,
 ) -> Layout:
     """Lays NumPy rows [prompt | response] out for the devices.
 
     Shapes follow from the number of responses. Sizes that depend on the lengths are rounded up to
     one of a few values, because a program compiles as long as several updates take.
     `attention_columns`: see `Policy.attention_columns`; 0: no prompt is shared. `dropout`: the
-    number of the update, see `TokenRows.dropout`. ValueError: a sequence of more than
-    `micro_batch_tokens`.
+    number of the update, see `TokenRows.dropout`. `replays`: whether tokens go to the experts of
+    the batch, if it has any; a prompt that responses share, to those of its last response.
+    ValueError: a sequence of more than `micro_batch_tokens`.
     """
     prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
     tokens = batch.segment_ids > 0
@@ -269,6 +276,11 @@ def lay_out(
         rows = rows._replace(
             dropout=tuple(filled(shape, to[tokens], value[tokens]) for value in values)
         )
+    if replays and (experts := batch.routed_experts) is not None:
+        unknown = np.iinfo(experts.dtype).max
+        placed = np.full((*shape, *experts.shape[2:]), unknown, experts.dtype)
+        placed.reshape(-1, *experts.shape[2:])[to[tokens]] = experts[tokens]
+        rows = rows._replace(experts=placed)
     shard_of = chosen.row_of % num_rows // chosen.rows_per_shard
     shard_tokens = np.bincount(shard_of, chosen.lengths, plan.num_shards).astype(np.int64)
     return Layout(rows, chosen.num_micro, slots, shard_tokens)

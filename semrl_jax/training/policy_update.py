@@ -79,9 +79,13 @@ def batch_logprobs(
     plan: RowPlan,
     with_states: bool = False,
     with_entropies: bool = False,
+    replays: bool = False,
 ) -> TokenPass:
-    """Log-probabilities of all responses under `params`; states and entropies if asked for."""
-    layout = lay_out(batch, plan, policy.attention_columns)
+    """Log-probabilities of all responses under `params`; states and entropies if asked for.
+
+    `replays`: see `lay_out`.
+    """
+    layout = lay_out(batch, plan, policy.attention_columns, replays=replays)
     program = functools.partial(
         row_logprobs,
         policy=policy,
@@ -120,7 +124,8 @@ def response_states(
 ) -> Float[Array, "R U D"]:
     """Final states in the compute dtype of one micro-batch: those that produced its responses."""
     masks = Dropout(dropout, *rows.dropout) if dropout and rows.dropout else None
-    states = model.final_states(params, rows.token_ids, rows.positions, rows.segment_ids, masks)
+    inputs = rows.token_ids, rows.positions, rows.segment_ids, masks, rows.experts
+    states = model.final_states(params, *inputs)
     return model.states_at(states, rows.sources)
 
 
@@ -135,11 +140,16 @@ def _response_pass(
     """All values of one micro-batch; with a reference, the KL from it, over the vocabulary."""
     states, other = response_states(params, rows, policy, dropout), None
     if reference is not None:
-        other = *reference, response_states(reference[1], rows, reference[0])
+        other = *reference, response_states(reference[1], _unrouted(rows), reference[0])
     logprobs, entropies, *divergences = policy.token_logprobs(
         params, states, rows.response_ids, temperature=temperature, other=other
     )
     return RowPass(logprobs, entropies, states, *divergences)
+
+
+def _unrouted(rows: TokenRows) -> TokenRows:
+    """The rows for another model: its routers choose."""
+    return rows._replace(experts=None)
 
 
 @compiled_once
@@ -188,7 +198,7 @@ class PolicyLoss:
     def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
         rows = batch.rows
         dropout = batch.dropout if self.dropout else None
-        layout = lay_out(rows, plan, self.model.attention_columns, dropout)
+        layout = lay_out(rows, plan, self.model.attention_columns, dropout, replays=True)
         rollout_logprobs = rows.rollout_logprobs if self.importance else None
         given = None
         if rows.given is not None:
@@ -207,14 +217,15 @@ class PolicyLoss:
         self, params: Params, frozen: Frozen, micro: tuple[TokenRows, SlotValues]
     ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, "R U"]]]:
         needs, (rows, values) = self.algorithm.needs, micro
-        of_responses = functools.partial(_response_pass, rows=rows, temperature=self.temperature)
+        of_responses = functools.partial(_response_pass, temperature=self.temperature)
         reference = None
         if needs.reference and values.ref_logprobs is None:
             own = frozen.base.params if frozen.reference is None else frozen.reference
             reference = self.reference or self.model, own
         found = of_responses(
             adapted(params, frozen.base),
-            policy=self.model,
+            rows,
+            self.model,
             reference=reference if needs.exact_kl else None,
             dropout=self.dropout,
         )
@@ -224,7 +235,8 @@ class PolicyLoss:
             values = values._replace(old_logprobs=before)
         if reference is not None and not needs.exact_kl:
             policy, params = reference
-            values = values._replace(ref_logprobs=of_responses(params, policy=policy).logprobs)
+            of_reference = of_responses(params, _unrouted(rows), policy)
+            values = values._replace(ref_logprobs=of_reference.logprobs)
         arrays = values._asdict()
         rollout_logprobs, given = arrays.pop("rollout_logprobs"), arrays.pop("given")
         if given is not None:

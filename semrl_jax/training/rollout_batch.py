@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, UInt
 
 from semrl_jax import data
 from semrl_jax.algorithms.credit import Tokens
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.support.rounding import next_power_of_two
-from semrl_jax.types import Rollout, RolloutBatch
+from semrl_jax.types import Rollout, RolloutBatch, experts_dtype
 
 MIN_BUCKET = 16
 
@@ -28,10 +28,12 @@ def pad_batch(
     max_prompt_tokens: int,
     max_response_tokens: int,
     may_be_given: bool = False,
+    routed_experts: tuple[int, ...] = (),
 ) -> RolloutBatch:
     """Rows [prompt, left-padded | response, right-padded] of NumPy arrays, in this order.
 
-    `may_be_given`: whether the batch says which responses are given; none else.
+    `may_be_given`: whether the batch says which responses are given; none else. With
+    `routed_experts`, as `DecoderConfig` has it, also the experts that tokens went to.
     """
     prompts = [rollout.prompt_ids for rollout in rollouts]
     responses = [rollout.response_ids for rollout in rollouts]
@@ -55,7 +57,26 @@ def pad_batch(
         response_mask=data.pad_response_values(masks, response_length, bool),
         rollout_logprobs=data.pad_response_values(logprobs, response_length),
         given=np.array([rollout.is_given for rollout in rollouts]) if may_be_given else None,
+        routed_experts=_experts(rollouts, rows.segment_ids > 0, *routed_experts)
+        if routed_experts
+        else None,
     )
+
+
+def _experts(
+    rollouts: Sequence[Rollout],
+    tokens: Bool[np.ndarray, "B S"],
+    num_layers: int,
+    per_token: int,
+    num_experts: int,
+) -> UInt[np.ndarray, "B S M C"]:
+    """The experts of all tokens, in the columns where the tokens are."""
+    dtype = experts_dtype(num_experts)
+    found = np.full((*tokens.shape, num_layers, per_token), np.iinfo(dtype).max, dtype)
+    for row, first, rollout in zip(found, tokens.argmax(axis=1), rollouts):
+        if (own := rollout.routed_experts) is not None:
+            row[first : first + len(own)] = own
+    return found
 
 
 def _positions(conversations: Int[np.ndarray, " T"], num_prompt: int) -> Int[np.ndarray, " T"]:

@@ -16,17 +16,22 @@ from tests.cases import refused
 from tests.models.test_sharding import mesh_of
 
 EXPERTS = models.Experts(8, 3, 6, normalize_weights=True)
+NO_EXPERT = 255
 CONFIG = models.DecoderConfig(
     vocab_size=48, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=8, model_type="qwen3_moe", experts=dataclasses.replace(EXPERTS, intermediate_size=24),
 )  # fmt: skip
 
 
-def every_expert(x, kernels, options):
+def every_expert(x, kernels, options, given=None):
     """All experts of all tokens; the weights of those that were not chosen are 0."""
     probabilities = jax.nn.softmax(x @ kernels.router)
     lowest = jnp.sort(probabilities, axis=-1)[..., -options.experts_per_token, None]
-    weights = jnp.where(probabilities >= lowest, probabilities, 0.0)
+    is_chosen = probabilities >= lowest
+    if given is not None:
+        is_given = (given[..., None] == np.arange(options.num_experts)).any(axis=-2)
+        is_chosen = jnp.where((given == NO_EXPERT).all(axis=-1)[..., None], is_chosen, is_given)
+    weights = jnp.where(is_chosen, probabilities, 0.0)
     if options.normalize_weights:
         weights = weights / weights.sum(axis=-1, keepdims=True)
     features = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, kernels.gate))
@@ -35,9 +40,15 @@ def every_expert(x, kernels, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("path", "normalized"), [("blocks", True), ("ragged_dot", False)])
-def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized):
-    """Some experts have no token, others nearly all; `ragged_dot` is what TPUs run."""
+@pytest.mark.parametrize(
+    ("path", "normalized", "is_given"),
+    [("blocks", True, False), ("ragged_dot", False, False), ("blocks", False, True)],
+)
+def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized, is_given):
+    """Some experts have no token, others nearly all; `ragged_dot` is what TPUs run.
+
+    Given experts are in any order, and a third of the tokens have none.
+    """
     if path == "ragged_dot":
         monkeypatch.setattr(module, "_block_size", lambda *_: 1)
     options = dataclasses.replace(EXPERTS, normalize_weights=normalized)
@@ -52,6 +63,11 @@ def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized
     loads = np.bincount(chosen.reshape(-1), minlength=8)
     assert loads.max() > 30 and loads.min() == 0
 
+    given = None
+    if is_given:
+        given = np.argsort(random.random((2, 35, 8)), axis=-1)[..., :3].astype(np.uint8)
+        given[:, ::3] = NO_EXPERT
+
     towards = random.normal(size=x.shape).astype(np.float32)
 
     def both(of, x, kernels):
@@ -59,11 +75,11 @@ def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized
         return jnp.sum(found * towards), found
 
     def ours(x, kernels):
-        return mixture(x, kernels, options, jax.nn.silu, None)
+        return mixture(x, kernels, options, jax.nn.silu, None, given)[0]
 
     found, wanted = (
         jax.jit(jax.value_and_grad(functools.partial(both, of), (0, 1), has_aux=True))(x, kernels)
-        for of in (ours, lambda x, kernels: every_expert(x, kernels, options))
+        for of in (ours, functools.partial(every_expert, options=options, given=given))
     )
 
     def close(actual, expected):  # float32 sums in another order

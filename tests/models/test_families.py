@@ -101,6 +101,22 @@ def test_states_logits_and_gradients_match_transformers(pairs, long_padded, fami
         assert relative_error(actual, theirs[spec.name]) < 1e-4, spec.name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [("qwen3-moe-mixed", True), ("mixtral", False)], ids=str)
+def test_tokens_go_to_the_experts_of_transformers(pairs, family):
+    pair = pairs(*family)
+    ids = np.random.default_rng(4).integers(2, 97, (2, 24)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(24, dtype=np.int32), ids.shape)
+    found = jax.jit(pair.policy.prefill)(pair.params, ids, positions, np.ones_like(ids))
+    with torch.no_grad():
+        logits = pair.torch_model(torch.tensor(ids), output_router_logits=True).router_logits
+    num_layers, per_token, num_experts = pair.policy.config.routed_experts
+    assert found.experts.shape == (2, 24, num_layers, per_token)
+    for layer, of_layer in enumerate(logits):
+        wanted = of_layer.reshape(2, 24, num_experts).topk(per_token, dim=-1).indices
+        np.testing.assert_array_equal(found.experts[:, :, layer], wanted)
+
+
 @pytest.mark.parametrize("family", parameters([*PLAIN, *FAST[:2]], [*FAST[2:], *SLOW]))
 def test_prefill_and_decode_equal_the_full_pass(pairs, family):
     """Left-padded prompts of 3 to 11 tokens, then 12 tokens across the border of the window.
@@ -117,13 +133,13 @@ def test_prefill_and_decode_equal_the_full_pass(pairs, family):
     new = random.integers(2, 97, (3, num_new)).astype(np.int32)
     where = columns + random.permutation(num_new).astype(np.int32)
     positions = np.maximum(np.cumsum(segments, axis=1) - 1, 0)
-    state, inputs, cache, _ = jax.jit(policy.prefill)(pair.params, prompts, positions, segments)
+    state, inputs, cache, *_ = jax.jit(policy.prefill)(pair.params, prompts, positions, segments)
     cache = widened(cache, num_new)
     states, layer_inputs = [state], [inputs]
     decode = jax.jit(policy.decode)
     for index in range(num_new):
         step = new[:, index], lengths + index, where[index], cache
-        state, inputs, cache = decode(pair.params, *step)
+        state, inputs, cache, *_ = decode(pair.params, *step)
         states.append(state)
         layer_inputs.append(inputs)
     for row, length in enumerate(lengths):

@@ -118,10 +118,10 @@ def cached_tokens(policy, params):
     segments = np.ones_like(ids)
     segments[1, :3] = 0
     positions = np.maximum(np.cumsum(segments, 1) - 1, 0).astype(np.int32)
-    first, _, cache, _ = jax.jit(policy.prefill)(params, ids, positions, segments)
+    first, _, cache, *_ = jax.jit(policy.prefill)(params, ids, positions, segments)
     step = (params, ids[:, 0], positions[:, -1] + 1, np.int32(6), widened(cache, 2))
     decode = jax.jit(policy.decode).lower(*step).compile()
-    second, _, cache = decode(*step)
+    second, _, cache, *_ = decode(*step)
     return np.stack([first, second]), cache, decode
 
 

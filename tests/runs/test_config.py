@@ -383,6 +383,12 @@ CONTRADICTIONS = [
     (GIVEN, "algorithms.name", "distillation", "choose an algorithm that compares the responses"),
     (GIVEN, "algorithms.loss.given_surrogate", "x", "surrogate='x' must be one of luffy, rl_plus"),
     (CHILDREN, "rollout.engine", "vllm", "and rollout.engine='vllm' both name replicas"),
+    (
+        {"rollout.router_replay": True},
+        "rollout.engine",
+        "vllm",
+        "'vllm' does not send; set engine='jax'",
+    ),
     (CHILDREN, "rollout.addresses", ("127.0.0.1:1",), "and rollout.addresses both name replicas"),
 ]
 

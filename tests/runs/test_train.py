@@ -31,7 +31,7 @@ from tests.tiny import tiny_config
 # Columns of records for replays alone.
 OF_RECORDS = (
     "reward", "weight_spans", "old_logprobs", "ref_logprobs", "values", "advantages", "returns",
-    "trained", "mean_states",
+    "trained", "mean_states", "routed_experts",
 )  # fmt: skip
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
 

@@ -9,7 +9,7 @@ import pytest
 from semrl_jax import data
 from semrl_jax.sampling.in_parts import InParts, _Batch, continued
 from semrl_jax.sampling.requests import Draw
-from semrl_jax.sampling.splicing import cut, joined
+from semrl_jax.sampling.splicing import cut, joined, with_context
 from semrl_jax.settings.rollout import longest_prompt, num_parts, part_tokens
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan, WeightVersion
 from tests.sampling.parts import made, sampler_of
@@ -48,6 +48,33 @@ def test_the_parts_of_a_response_become_one():
     assert whole.response_mask.tolist() == [True] * 10
     assert (whole.finish_reason, whole.generate_s) == ("eos", 4.5)
     assert whole.rollout_raw_logprobs is None
+
+
+def routed(rollout, mark=0):
+    """With the experts of all tokens but the last: their ids, plus `mark`."""
+    ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])[:-1] + mark
+    return dataclasses.replace(rollout, routed_experts=ids.astype(np.uint8).reshape(-1, 1, 1))
+
+
+def test_each_token_keeps_the_experts_that_it_was_sampled_with():
+    """Later parts compute earlier tokens again, perhaps with other experts."""
+
+    def experts(rollout):
+        return rollout.routed_experts.reshape(-1).tolist()
+
+    first = routed(part(10, 4, OLD))
+    assert experts(first) == [3, 4, 10, 11, 12]
+    whole = joined(first, routed(part(14, 2, NEW), 100))
+    # Only the second part computed token 13.
+    assert experts(whole) == [3, 4, 10, 11, 12, 113, 114]
+    assert experts(cut(whole, 3, "stop")) == [3, 4, 10, 11]
+    told = with_context(first, np.array([14, 15], np.int32))
+    assert experts(told) == experts(first)
+    assert experts(joined(told, routed(part(16, 2, NEW), 100)))[5:] == [113, 114, 115, 116]
+    other = dataclasses.replace(part(16, 6, NEW), prompt_ids=PROMPT)  # another conversation
+    assert experts(joined(told, routed(other, 100))) == experts(first)
+    unknown = dataclasses.replace(part(14, 2, NEW), routed_experts=None)
+    assert experts(joined(first, unknown)) == experts(first)
 
 
 def test_what_the_engine_of_one_part_does_not_send_is_left_out():

@@ -24,6 +24,14 @@ from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+def test_a_replica_that_sends_no_experts_is_refused_if_they_are_replayed(config):
+    replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
+    config.rollout.router_replay = True
+    able = dataclasses.replace(replica, routed_experts=(2, 2, 8))
+    replicas._check_limits(able, config)
+    refused("does not send the experts that", replicas._check_limits, replica, config)
+
+
 def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     """For example, a replica of an earlier release, which reports no metrics."""
     old = dataclasses.replace(FakeEngine(max_prompts=64, max_response_tokens=64).describe())

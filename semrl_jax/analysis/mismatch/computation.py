@@ -403,7 +403,7 @@ def _feed_forward(how, params, x):
         return _linear(how, params, "down", features)
     kernels = Kernels(*(params[name]["kernel"].astype(how.dtype) for name in EXPERT_MODULES))
     if not how.has_slopes:
-        return mixture(x, kernels, how.config.experts, activation, None)
+        return mixture(x, kernels, how.config.experts, activation, None)[0]
     rows = x.reshape(-1, x.shape[-1])
     chosen, weights = route(rows, kernels.router, how.config.experts)
 

@@ -298,6 +298,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         metrics: MetricParams | None = None,
         groups_per_call: int = 0,
         keep: bool = False,
+        routed_experts: bool = False,
         resync: Callable[[], WeightVersion] | None = None,
         read: Callable[[], Iterable[np.ndarray]] | None = None,
     ) -> Iterator[Rollout]:
@@ -318,6 +319,7 @@ class RolloutClient(contextlib.AbstractContextManager):
           metrics: what the replicas measure; fills `metrics` and `mean_state` of the rollouts.
           groups_per_call: 0: every replica gets one call of an equal part.
           keep: see `GenerateCall.keep`; ends with `release`, or with the weights.
+          routed_experts: whether the rollouts have the experts that tokens went to.
           resync: called if no replica serves `version` any more. It should call `sync_weights` with
             the same weights, which gives the same version.
           read: starts a pass over the arrays of `version`. Replicas that have lost the weights then
@@ -329,7 +331,15 @@ class RolloutClient(contextlib.AbstractContextManager):
         UserError or ValueError: a replica refuses the call permanently, or does not offer what it
         asks for.
         """
-        call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics, keep)
+        call = codec.GenerateCall(
+            tuple(requests),
+            sampling,
+            hidden_states,
+            version,
+            metrics,
+            keep,
+            routed_experts=routed_experts,
+        )
 
         def resync_once() -> WeightVersion:
             with self._one_resync:

@@ -96,7 +96,12 @@ class RemoteReplica(Replica):
         described = self.description
         return RemoteResponses(
             messages,
-            RolloutDecoder(call, vocab_size=described.vocab_size, replica_id=described.replica_id),
+            RolloutDecoder(
+                call,
+                vocab_size=described.vocab_size,
+                replica_id=described.replica_id,
+                routed_experts=described.routed_experts,
+            ),
         )
 
     def tensor_sums(self, timeout_s: float) -> list[TensorSum]:

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from semrl_jax.data import StopMatcher
 from semrl_jax.models import DATA_AXES, KVCache, Params, Policy
@@ -57,7 +57,14 @@ from semrl_jax.rollout.engines.sampling import (
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.support.programs import compiled_once
 from semrl_jax.support.rounding import next_power_of_two, next_size
-from semrl_jax.types import FinishReason, HiddenStateParams, Rollout, SampleRequest, VersionSpan
+from semrl_jax.types import (
+    FinishReason,
+    HiddenStateParams,
+    Rollout,
+    SampleRequest,
+    VersionSpan,
+    experts_dtype,
+)
 
 MIN_BATCH = 4  # slots, and prompts of a prefill
 MIN_PROMPT_COLUMNS = 8  # of the cache
@@ -91,12 +98,28 @@ class Chunk(NamedTuple):
     logprobs: Float[Array, "B C"]
     raw_logprobs: Float[Array, "B C"]
     hidden_states: Float[Array, "B C L D"]
+    experts: UInt[Array, "B C M K"]  # that the tokens went to, if asked for; else M is 0
 
 
 def prompt_columns(longest: int) -> int:
     """Columns of the cache for prompts of at most `longest` tokens: 8, 16, 32, 48, 64, 96, ..."""
     short = max(next_power_of_two(min(longest, SHORT_PROMPT)), MIN_PROMPT_COLUMNS)
     return next_size(longest, short)
+
+
+def _routing_shape(policy: Policy, is_asked: bool) -> tuple[tuple[int, int], np.dtype]:
+    """Layers and experts per token of what is sent, and its dtype."""
+    if not is_asked:
+        return (0, 0), np.dtype(np.uint8)
+    num_layers, per_token, num_experts = policy.config.routed_experts
+    return (num_layers, per_token), experts_dtype(num_experts)
+
+
+def _sent_experts(
+    experts: Int[Array, "B T M K"], policy: Policy, is_asked: bool
+) -> UInt[Array, "B T _ _"]:
+    (num_layers, _), dtype = _routing_shape(policy, is_asked)
+    return experts[:, :, :num_layers].astype(dtype)
 
 
 def slot_specs(slots: Slots, mesh: Mesh) -> Slots:
@@ -164,7 +187,9 @@ def empty_slots(
 
 
 @compiled_once
-@functools.partial(jax.jit, static_argnames=("policy", "prompt_states"), donate_argnames="slots")
+@functools.partial(
+    jax.jit, static_argnames=("policy", "prompt_states", "routed"), donate_argnames="slots"
+)
 def prefill_and_insert(
     params: Params,
     slots: Slots,
@@ -176,14 +201,15 @@ def prefill_and_insert(
     *,
     policy: Policy,
     prompt_states: HiddenStateParams,
-) -> tuple[Slots, Float[Array, "N P K D"]]:
+    routed: bool = False,
+) -> tuple[Slots, Float[Array, "N P K D"], UInt[Array, "N P _ _"]]:
     """Prefills N left-padded prompts, and begins a response in every slot that `begins`.
 
     `source` has the new prompt of each row of slots; -1 leaves the row as it is. Also returns the
-    prompts' states in the K layers of `prompt_states`.
+    prompts' states in the K layers of `prompt_states`, and their experts if they are `routed`.
     """
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
-    final_states, layer_inputs, prompt, all_states = policy.prefill(
+    final_states, layer_inputs, prompt, experts, all_states = policy.prefill(
         params, token_ids, positions, segment_ids, prompt_states.layers
     )
     of_slots = jnp.repeat(source, len(begins) // len(source))
@@ -209,7 +235,9 @@ def prefill_and_insert(
         active=slots.active | begins,
         counts=slots.counts,
     )
-    return _with_sharding(slots, policy.mesh), all_states.astype(jnp.dtype(prompt_states.dtype))
+    all_states = all_states.astype(jnp.dtype(prompt_states.dtype))
+    experts = _sent_experts(experts, policy, routed)
+    return _with_sharding(slots, policy.mesh), all_states, experts
 
 
 @compiled_once
@@ -248,7 +276,7 @@ def prompt_logprobs(
 
 
 @compiled_once
-@functools.partial(jax.jit, static_argnames="policy", donate_argnames="slots")
+@functools.partial(jax.jit, static_argnames=("policy", "routed"), donate_argnames="slots")
 def extend_slots(
     params: Params,
     slots: Slots,
@@ -257,11 +285,15 @@ def extend_slots(
     column: Int[Array, ""],
     *,
     policy: Policy,
-) -> Slots:
-    """Adds the last `counts[b]` tokens of each row to its slot's prompt, from `column` on."""
+    routed: bool = False,
+) -> tuple[Slots, UInt[Array, "B T _ _"]]:
+    """Adds the last `counts[b]` tokens of each row to its slot's prompt, from `column` on.
+
+    Also returns their experts, if they are `routed`.
+    """
     index = jnp.arange(token_ids.shape[1])[None] - (token_ids.shape[1] - counts)[:, None]
     positions = jnp.where(index >= 0, slots.num_prompt[:, None] + index, -1)
-    final_states, layer_inputs, cache = policy.extend(
+    final_states, layer_inputs, cache, experts, _ = policy.extend(
         params, token_ids, positions, column, slots.cache, slots.prompts
     )
 
@@ -274,13 +306,13 @@ def extend_slots(
         layer_inputs=chosen(layer_inputs, slots.layer_inputs),
         num_prompt=slots.num_prompt + counts,
     )
-    return _with_sharding(slots, policy.mesh)
+    return _with_sharding(slots, policy.mesh), _sent_experts(experts, policy, routed)
 
 
 @compiled_once
 @functools.partial(
     jax.jit,
-    static_argnames=("policy", "kind", "hidden_states", "num_tokens"),
+    static_argnames=("policy", "kind", "hidden_states", "num_tokens", "routed"),
     donate_argnames="slots",
 )
 def decode_chunk(
@@ -295,6 +327,7 @@ def decode_chunk(
     kind: SamplingKind,
     hidden_states: HiddenStateParams,
     num_tokens: int,
+    routed: bool = False,
 ) -> tuple[Slots, Chunk]:
     """Generates up to `num_tokens` tokens in every active slot; ends early once none is active.
 
@@ -305,11 +338,13 @@ def decode_chunk(
     num_layers, layers = policy.config.num_layers, hidden_states.layers
     state_dtype = jnp.dtype(hidden_states.dtype)
     num_columns = slots.cache.positions.shape[1]
+    routing, experts_dtype = _routing_shape(policy, routed)
     chunk = Chunk(
         jnp.zeros((batch, num_tokens), jnp.int32),
         jnp.zeros((batch, num_tokens), jnp.float32),
         jnp.zeros((batch, num_tokens), jnp.float32),
         jnp.zeros((batch, num_tokens, len(layers), policy.config.hidden_size), state_dtype),
+        jnp.zeros((batch, num_tokens, *routing), experts_dtype),
     )
 
     def decode_step(carry):
@@ -322,18 +357,20 @@ def decode_chunk(
             slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[:, layer]
             for layer in layers
         ]
-        chunk = Chunk(
-            chunk.token_ids.at[:, index].set(tokens),
-            chunk.logprobs.at[:, index].set(logprobs),
-            chunk.raw_logprobs.at[:, index].set(raw_logprobs),
-            chunk.hidden_states.at[:, index].set(jnp.stack(states, axis=1).astype(state_dtype))
+        chunk = chunk._replace(
+            token_ids=chunk.token_ids.at[:, index].set(tokens),
+            logprobs=chunk.logprobs.at[:, index].set(logprobs),
+            raw_logprobs=chunk.raw_logprobs.at[:, index].set(raw_logprobs),
+            hidden_states=chunk.hidden_states.at[:, index].set(
+                jnp.stack(states, axis=1).astype(state_dtype)
+            )
             if states
             else chunk.hidden_states,
         )
         ended = jnp.any(tokens[:, None] == end_ids[None, :], axis=1)
         num_generated = jnp.where(slots.active, slots.num_generated + 1, slots.num_generated)
         active = slots.active & ~ended & (num_generated < max_tokens)
-        final_states, layer_inputs, cache = policy.decode(
+        final_states, layer_inputs, cache, experts, _ = policy.decode(
             params,
             tokens,
             slots.num_prompt + slots.num_generated,
@@ -349,6 +386,9 @@ def decode_chunk(
             active=active,
             counts=_added(slots.counts, tokens),
         )
+        if routed:
+            own = _sent_experts(experts, policy, routed)[:, 0]
+            chunk = chunk._replace(experts=chunk.experts.at[:, index].set(own))
         return index + 1, slots, chunk
 
     _, slots, chunk = jax.lax.while_loop(
@@ -509,13 +549,14 @@ class _Arrangement(NamedTuple):
 class _Response:
     request: SampleRequest
     prompt: bytes  # token ids in the row of its slot
-    # Per chunk: token ids, log-probabilities, raw log-probabilities and hidden states.
+    # Per chunk, the arrays of `Chunk`.
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
     num_tokens: int = 0  # in the pieces
     prompt_states: np.ndarray | None = None  # [P, K, D], if asked for
     prompt_logprobs: np.ndarray | None = None  # [P], if asked for
     matcher: StopMatcher | None = None  # if the call has stop strings
     begin: Kept | None = None  # what it continues
+    prompt_experts: np.ndarray | None = None  # [P, M, K], if asked for
 
     @property
     def num_shared(self) -> int:
@@ -536,6 +577,13 @@ class _Response:
     def token_ids(self) -> Int[np.ndarray, " T"]:
         """Its prompt and all tokens that were sampled."""
         return np.concatenate([self.request.prompt_ids, *(piece[0] for piece in self.pieces)])
+
+    @property
+    def experts(self) -> UInt[np.ndarray, "T M K"] | None:
+        """The experts of `token_ids`, if they were asked for."""
+        if self.prompt_experts is None:
+            return None
+        return np.concatenate([self.prompt_experts, *(piece[-1] for piece in self.pieces)])
 
 
 class DecodingCall:
@@ -666,6 +714,7 @@ class DecodingCall:
             kind=self._kind,
             hidden_states=self._response_states,
             num_tokens=self._chunk,
+            routed=self._call.routed_experts,
         )
         self._next_column = (self._next_column + self._chunk) % self._response_columns
         ended = self._collect(chunk)
@@ -721,16 +770,24 @@ class DecodingCall:
         source = np.full(batch, -1, np.int32)
         source[[slot for slot, _ in placed]] = np.arange(len(placed))
         self._count([response.request.prompt_ids for _, response in placed], source)
+        added = []
         for start in range(0, self._num_added, EXTENSION):
             end = start + EXTENSION
-            self._slots = extend_slots(
+            self._slots, experts = extend_slots(
                 self._params,
                 self._slots,
                 token_ids[:, start:end],
                 np.clip(counts - (self._num_added - end), 0, EXTENSION),
                 np.int32(self._num_kept + start),
                 policy=self._policy,
+                routed=self._call.routed_experts,
             )
+            added.append(experts)
+        if self._call.routed_experts:
+            experts = np.concatenate(jax.device_get(added), axis=1)
+            for slot, response in placed:
+                own = experts[slot, -len(response.added) :]
+                response.prompt_experts = np.concatenate([response.begin.experts, own])
 
     def _prefill(self) -> None:
         num_rows, group, batch = *self._arrangement, self._arrangement.batch
@@ -747,10 +804,11 @@ class DecodingCall:
         if num_responses < min(batch // 4, len(self._waiting)) or not num_responses:
             return
         rows: dict[bytes, int] = {}  # a prompt that several responses share is prefilled once
-        # Limits the memory of the prompt states, counted in float32.
-        num_layers = len(self._prompt_states.layers)
-        num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
-        max_prompts = max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else batch
+        # Limits the memory of the prompts' states and experts, counted in 32 bits.
+        num_values = len(self._prompt_states.layers) * self._policy.config.hidden_size
+        num_values += math.prod(_routing_shape(self._policy, self._call.routed_experts)[0])
+        num_bytes = 4 * self._prompt_columns * num_values
+        max_prompts = max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_bytes else batch
         source = np.full(num_rows, -1, np.int32)
         begins = np.zeros(batch, bool)
         keys = np.zeros((batch, 2), np.uint32)
@@ -776,7 +834,7 @@ class DecodingCall:
             segment_ids[row, -len(prompt_ids) :] = 1
         # A padding row has one token, because the softmax over no token is not finite.
         segment_ids[len(rows) :, -1] = 1
-        self._slots, prompt_states = prefill_and_insert(
+        self._slots, prompt_states, experts = prefill_and_insert(
             self._params,
             self._slots,
             token_ids,
@@ -786,7 +844,14 @@ class DecodingCall:
             begins,
             policy=self._policy,
             prompt_states=self._prompt_states,
+            routed=self._call.routed_experts,
         )
+        if self._call.routed_experts:
+            experts = jax.device_get(experts)
+            for slot in np.flatnonzero(begins):
+                response = self._running[slot]
+                num_prompt = len(response.request.prompt_ids)
+                response.prompt_experts = experts[source[slot // group], -num_prompt:]
         self._count([np.frombuffer(prompt, np.int32) for prompt in rows], np.repeat(source, group))
         if self._call.prompt_logprobs:  # its states are not asked for
             logprobs = jax.device_get(
@@ -960,7 +1025,12 @@ class DecodingCall:
         )
         for i, (slot, response) in enumerate(ended):
             self.kept[response.request.sample_id] = Kept(
-                piece, row_of[slot // group], i, response.token_ids, response.num_shared
+                piece,
+                row_of[slot // group],
+                i,
+                response.token_ids,
+                response.num_shared,
+                response.experts,
             )
 
     def _finish_reason(self, last_token: int, is_stopped: bool) -> FinishReason:
@@ -977,10 +1047,14 @@ class DecodingCall:
             return np.zeros(shape, jnp.dtype(asked.dtype))
 
         no_values = np.zeros(0, np.float32)
-        empty = (np.zeros(0, np.int32), no_values, no_values, no_states(self._response_states))
-        token_ids, logprobs, raw_logprobs, states = (
+        shape, dtype = _routing_shape(self._policy, self._call.routed_experts)
+        no_experts = np.zeros((0, *shape), dtype)
+        empty = (np.zeros(0, np.int32), no_values, no_values)
+        empty += (no_states(self._response_states), no_experts)
+        token_ids, logprobs, raw_logprobs, states, _ = (
             np.concatenate(parts) for parts in zip(empty, *response.pieces)
         )
+        routed = response.experts if len(token_ids) else no_experts
         prompt_states = response.prompt_states
         if prompt_states is None or not len(token_ids):  # not asked for, or aborted too early
             prompt_states = no_states(self._prompt_states)
@@ -994,6 +1068,7 @@ class DecodingCall:
             hidden_states=states if self._response_states.layers else None,
             prompt_states=prompt_states if self._sends_prompt_states else None,
             prompt_logprobs=response.prompt_logprobs,
+            routed_experts=routed[:-1] if self._call.routed_experts else None,
             layers=self._call.hidden_states.layers,
             generate_s=time.monotonic() - self._started,
         )

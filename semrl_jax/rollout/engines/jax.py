@@ -106,6 +106,7 @@ class JaxEngine(Engine):
             is_deterministic=True,
             calls_at_once=1,  # `generate` does one after the other
             max_adapter_rank=policy.config.hidden_size,  # a side of every kernel
+            routed_experts=policy.config.routed_experts,
         )
         self._tokens = tokens
         self._max_batch = max_batch
@@ -247,6 +248,8 @@ class JaxEngine(Engine):
         used = [kept for kept in self._kept if not ids.isdisjoint(kept)]
         self._kept = [kept for kept in self._kept if ids.isdisjoint(kept)]
         found = {name: each for kept in used for name, each in kept.items()}
+        if call.routed_experts:
+            found = {name: kept for name, kept in found.items() if kept.experts is not None}
         return {
             request.sample_id: found[request.sample_id]
             for request in call.requests

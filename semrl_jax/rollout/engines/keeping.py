@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt
 
 from semrl_jax.models import DATA_AXES, KVCache
 from semrl_jax.models.sharding import constrain
@@ -63,6 +63,7 @@ class Kept:
     slot: int
     token_ids: Int[np.ndarray, " T"]  # of all tokens in it
     num_prompt: int  # the number of them in the row of the prompt
+    experts: UInt[np.ndarray, "T M K"] | None = None  # they went to; None: nobody asked for them
 
     @property
     def prompt(self) -> bytes:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import xxhash
 from google.protobuf.message import Message
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Float, Int, Shaped, UInt, UInt8
 
 from semrl_jax.metrics import METHODS, WINDOWS, Measurement, MetricKey
 from semrl_jax.metrics.measurements import decode, encode
@@ -36,6 +36,7 @@ from semrl_jax.types import (
     TokenArray,
     VersionSpan,
     WeightVersion,
+    experts_dtype,
     manifest_digest,
 )
 
@@ -62,6 +63,7 @@ FIELD_2 = bytes([2 << 3 | 2])  # tag of a chunk in its message, and of the data 
 
 # The field of each kind of states, in a rollout and in a message; in the order of their chunks.
 STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
+CHUNKED_FIELDS = (*STATE_FIELDS.values(), "routed_experts")
 STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 BYTES_ARRAYS = tuple(array for array in TOKEN_ARRAYS if array.wire)
 WEIGHT_DTYPES = {**STATE_DTYPES, "float16": np.dtype(np.float16)}
@@ -90,6 +92,7 @@ class GenerateCall(NamedTuple):
     # is sampled, in any thread; the last ones perhaps late with stop strings.
     on_tokens: Callable[[str, Sequence[int]], None] | None = None
     prompt_logprobs: bool = False  # asked for, in the replica's process
+    routed_experts: bool = False  # whether the experts that tokens went to are sent
 
 
 class WeightMessage(NamedTuple):
@@ -211,6 +214,7 @@ def encode_request(call: GenerateCall) -> pb.GenerateRequest:
         hidden_states=dataclasses.asdict(call.hidden_states),
         metrics=dataclasses.asdict(call.metrics) if call.metrics else None,
         keep=call.keep,
+        routed_experts=call.routed_experts,
     )
     index_of: dict[bytes, int] = {}
     for request in call.requests:
@@ -243,6 +247,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
     if message.HasField("metrics"):
         metrics = _record(MetricParams, message.metrics)
     _check_params(sampling, hidden_states, metrics, limits)
+    _check_routed(message.routed_experts, limits)
     num_samples, num_prompts = len(message.samples), len(message.prompts)
     check_num_samples(num_samples, limits)
     if num_prompts > num_samples:
@@ -262,13 +267,20 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
             raise ValueError(f"samples[{i}].sample_index={sample.sample_index} must be at least 0.")
         requests.append(_record(SampleRequest, sample, prompt_ids=arrays[sample.prompt_index]))
     return GenerateCall(
-        tuple(requests), sampling, hidden_states, version, metrics, keep=message.keep
+        tuple(requests),
+        sampling,
+        hidden_states,
+        version,
+        metrics,
+        keep=message.keep,
+        routed_experts=message.routed_experts,
     )
 
 
 def check_call(call: GenerateCall, limits: ReplicaDescription) -> None:
     """Checks a call that no message carried; raises as `decode_request`."""
     _check_params(call.sampling, call.hidden_states, call.metrics, limits)
+    _check_routed(call.routed_experts, limits)
     check_num_samples(len(call.requests), limits)
     prompts = {id(request.prompt_ids): request.prompt_ids for request in call.requests}
     for i, prompt_ids in enumerate(prompts.values()):
@@ -315,7 +327,7 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
     if rollout.mean_state is not None:
         response.mean_state = rollout.mean_state.astype("<f4", copy=False).tobytes()
     in_chunks = []
-    for field in STATE_FIELDS.values():
+    for field in CHUNKED_FIELDS:
         states = getattr(rollout, field)
         if states is None:
             continue
@@ -334,13 +346,24 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
 
 
 class RolloutDecoder:
-    """Decodes the messages of one Generate stream to rollouts, and checks them against the call."""
+    """Decodes the messages of one Generate stream to rollouts, and checks them against the call.
 
-    def __init__(self, call: GenerateCall, *, vocab_size: int, replica_id: str = ""):
+    `routed_experts`: as in the replica's description.
+    """
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        *,
+        vocab_size: int,
+        replica_id: str = "",
+        routed_experts: tuple[int, ...] = (),
+    ):
         self._call = call
         self._requests = {request.sample_id: request for request in call.requests}
         self._vocab_size = vocab_size
         self._replica_id = replica_id
+        self._routed_experts = routed_experts
         self._version = encode_version(call.version)
         self._open: Rollout | None = None  # waits for its state chunks
         self._unfilled: list[UInt8[np.ndarray, " bytes"]] = []  # its bytes that have not come
@@ -405,6 +428,8 @@ class RolloutDecoder:
         if len({array.shape[-1] for array in states.values() if array is not None}) > 1:
             raise ValueError(f"{name}: the states of prompt and response are not equally wide.")
         mean_state = self._decode_mean_state(name, message)
+        num_routed = counts["prefill"] + num_tokens - 1 if num_tokens else 0
+        states["routed_experts"] = self._decode_experts(name, message, num_routed)
         rollout = Rollout(
             **request.rollout_fields,
             response_ids=ids,
@@ -428,6 +453,8 @@ class RolloutDecoder:
                 if not data:
                     self._unfilled.append(as_bytes(array))
         self._open = rollout if self._unfilled else None
+        if not self._unfilled:
+            self._check_experts(rollout)
         return None if self._unfilled else rollout
 
     def _feed_chunk(self, message: pb.StateChunk | Chunk) -> Rollout | None:
@@ -448,6 +475,8 @@ class RolloutDecoder:
         if len(self._unfilled[0]):
             return None
         self._unfilled.pop(0)
+        if not self._unfilled:
+            self._check_experts(rollout)
         self._open = rollout if self._unfilled else None
         return None if self._unfilled else rollout
 
@@ -498,6 +527,41 @@ class RolloutDecoder:
         if len(array.data) != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {len(array.data)} bytes of states for shape {list(shape)}.")
         return np.frombuffer(array.data, dtype).reshape(shape)
+
+    def _decode_experts(
+        self, name: str, message: pb.Response, num_tokens: int
+    ) -> UInt[np.ndarray, "T M C"] | None:
+        """The experts if they are in the message; an array to fill if chunks follow."""
+        is_asked = self._call.routed_experts
+        if message.HasField("routed_experts") != is_asked:
+            sent = "missing" if is_asked else "sent"
+            raise ValueError(f"{name}: routed_experts are {sent}.")
+        if not is_asked:
+            return None
+        array, (*of_token, num_experts) = message.routed_experts, self._routed_experts
+        shape, dtype = (num_tokens, *of_token), experts_dtype(num_experts)
+        if not _is_equal(array.shape, shape) or array.dtype != dtype.name:
+            raise ValueError(
+                f"{name}: {array.dtype[:MAX_QUOTE]} routed_experts of shape {quoted(array.shape)}; "
+                f"{dtype.name} of {list(shape)} were asked for."
+            )
+        if not array.data:
+            return np.empty(shape, dtype)
+        if len(array.data) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: {len(array.data)} bytes of experts for {list(shape)}.")
+        return np.frombuffer(array.data, dtype).reshape(shape)
+
+    def _check_experts(self, rollout: Rollout) -> None:
+        """Numbers beyond the experts are one: the dtype's largest, for one that is not known."""
+        if (experts := rollout.routed_experts) is None:
+            return
+        num_experts = self._routed_experts[2]
+        beyond = experts[experts >= num_experts]
+        if (beyond != np.iinfo(experts.dtype).max).any():
+            raise ValueError(
+                f"sample {quoted(rollout.sample_id)}: routed_experts has {beyond.min()}; there are "
+                f"{num_experts} experts."
+            )
 
     def _decode_mean_state(self, name: str, message: pb.Response) -> Float[np.ndarray, " D"] | None:
         """Checks that the requested metrics came; None if none were requested."""
@@ -628,6 +692,14 @@ def _check_sampling(sampling: SamplingParams, limits: ReplicaDescription) -> Non
     ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
     has_others = not sampling.min_tokens or len(ends) < limits.vocab_size
     check("min_tokens", has_others, "0, because every token ends a response")
+
+
+def _check_routed(is_asked: bool, limits: ReplicaDescription) -> None:
+    if is_asked and not limits.routed_experts:
+        raise NotOffered(
+            "routed_experts are not sent by this replica; set rollout.router_replay=False, or take "
+            "the JAX engine of this release and a model with experts."
+        )
 
 
 def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> None:

@@ -75,9 +75,9 @@ def make_rollout(num_tokens=3, states=None, **changes):
     return dataclasses.replace(rollout, **changes)
 
 
-def decode(call, rollout, change=None, drop=()):
+def decode(call, rollout, change=None, drop=(), routed=()):
     """Encodes, applies `change` to each message, and decodes all but the dropped ones."""
-    decoder = RolloutDecoder(call, vocab_size=101)
+    decoder = RolloutDecoder(call, vocab_size=101, routed_experts=routed)
     done = []
     for i, message in enumerate(codec.encode_rollout(rollout)):
         message = wire(message)
@@ -298,6 +298,55 @@ def test_inconsistent_response_is_refused(change, match):
     call = make_call(8, HiddenStateParams((0,)))
     assert decode(call, make_rollout(3, STATES))
     raised(ValueError, match, decode, call, make_rollout(3, STATES), change)
+
+
+@pytest.mark.parametrize("num_experts", [8, 255, 256])
+@pytest.mark.parametrize("num_tokens", [0, 1, 700])  # the last in chunks
+def test_experts_round_trip(num_experts, num_tokens):
+    random, dtype = np.random.default_rng(0), np.uint8 if num_experts < 256 else np.uint16
+    count = num_tokens + 1 if num_tokens else 0  # the prompt has two, and the last has none
+    experts = random.integers(0, num_experts, (count, 40, 40)).astype(dtype)
+    experts[::5, 3] = np.iinfo(dtype).max
+    ended = {} if num_tokens else {"finish_reason": "aborted", "versions": ()}
+    ids = np.zeros(num_tokens, np.int32)
+    rollout = make_rollout(num_tokens, response_ids=ids, routed_experts=experts, **ended)
+    call = make_call(700)._replace(routed_experts=True)
+    (decoded,) = decode(call, rollout, routed=(40, 40, num_experts))
+    assert_same(decoded, rollout)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: m.response.ClearField("routed_experts"), "routed_experts are missing"),
+        (set_field("routed_experts.shape", [4, 2]), r"routed_experts of shape \[4, 2\]; uint8 of"),
+        (set_field("routed_experts.shape", [5, 2, 2]), r"uint8 of \[4, 2, 2\] were asked for"),
+        (set_field("routed_experts.shape", [4, 2, 2**40]), "were asked for"),
+        (set_field("routed_experts.dtype", "uint16"), "uint16 routed_experts"),
+        (set_field("routed_experts.data", bytes(15)), "15 bytes of experts"),
+        (set_field("routed_experts.data", bytes([*15 * [0], 8])), "has 8; there are 8 experts"),
+        (set_field("routed_experts.data", bytes([254, *15 * [255]])), "has 254; there are 8"),
+    ],
+)
+def test_wrong_experts_are_refused(change, match):
+    rollout = make_rollout(3, routed_experts=np.zeros((4, 2, 2), np.uint8))
+    call = make_call()._replace(routed_experts=True)
+    assert decode(call, rollout, routed=(2, 2, 8))
+    raised(ValueError, match, decode, call, rollout, change, routed=(2, 2, 8))
+    raised(ValueError, "routed_experts are sent", decode, make_call(), rollout, routed=(2, 2, 8))
+
+
+def test_chunks_of_wrong_experts_are_refused():
+    rollout = make_rollout(
+        700, response_ids=np.zeros(700, np.int32), routed_experts=np.zeros((701, 40, 40), np.uint8)
+    )
+
+    def change(message):
+        if message.WhichOneof("payload") == "state_chunk":
+            message.state_chunk.data = bytes(len(message.state_chunk.data) - 1) + b"\x09"
+
+    call = make_call(700)._replace(routed_experts=True)
+    raised(ValueError, "there are 8", decode, call, rollout, change, routed=(40, 40, 8))
 
 
 def test_states_not_asked_for_are_refused():

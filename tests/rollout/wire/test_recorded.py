@@ -59,6 +59,7 @@ DESCRIPTION = ReplicaDescription(
     compiling="decode_chunk for 12 s",
     max_adapter_rank=64,
     base_digest="b" * 64,
+    routed_experts=(2, 2, 8),
 )
 SAMPLING = SamplingParams(
     max_tokens=1024,
@@ -93,6 +94,7 @@ SMALL = Rollout(
     prompt_states=np.arange(18).reshape(3, 2, 3).astype(ml_dtypes.bfloat16),
     layers=(-1, 24),
     generate_s=0.25,
+    routed_experts=(np.arange(24, dtype=np.uint8) % 8).reshape(6, 2, 2),
 )
 LARGE = dataclasses.replace(  # in chunks: 300 x 2 x 1024 x 2 bytes
     SMALL,
@@ -106,6 +108,7 @@ LARGE = dataclasses.replace(  # in chunks: 300 x 2 x 1024 x 2 bytes
     versions=(VersionSpan(VERSION, 0, 300),),
     hidden_states=np.zeros((300, 2, 1024), ml_dtypes.bfloat16),
     prompt_states=np.zeros((3, 2, 1024), ml_dtypes.bfloat16),
+    routed_experts=np.full((302, 2, 2), 255, np.uint8),
 )
 PARAMS = MetricParams(("effective_rank",), 40, "release", "svd", "float32", 6)
 MEASURED = dataclasses.replace(
@@ -115,6 +118,7 @@ MEASURED = dataclasses.replace(
     layers=(),
     metrics={MetricKey("effective_rank"): Measurement(1.5, True)},
     mean_state=np.array([0.5, -2.0, 1e-30], np.float32),
+    routed_experts=None,
     effective_ranks=np.array([1.5, 0.5], np.float32),
 )
 MEMORY = pb.SharedMemory(process=1234, file=7, name="0123456789abcdef" * 2)
@@ -139,13 +143,13 @@ def messages():
     of_adapter.begin.adapter.CopyFrom(pb.Adapter(rank=8, modules=["mlp.up_proj"]))
     of_adapter.begin.base_digest = "b" * 64
 
-    def request(*arguments):
-        return codec.encode_request(GenerateCall(REQUESTS, *arguments))
+    def request(*arguments, **others):
+        return codec.encode_request(GenerateCall(REQUESTS, *arguments, **others))
 
     found = {
         "describe_request": pb.DescribeRequest(memory=MEMORY),
         "describe_response": codec.encode_description(DESCRIPTION),
-        "generate_request": request(SAMPLING, STATES, VERSION),
+        "generate_request": request(SAMPLING, STATES, VERSION, routed_experts=True),
         "generate_request_measured": request(PENALISED, HiddenStateParams(), VERSION, PARAMS, True),
         "update_begin": pb.UpdateWeightsRequest(begin=begin),
         "update_begin_memory": begin_memory,
@@ -187,15 +191,16 @@ def test_what_was_recorded_is_read():
     readers = bounds.request_readers(DESCRIPTION, SPECS)
     call = readers["Generate"].read(recorded("generate_request"))
     assert (call.sampling, call.hidden_states, call.version) == (SAMPLING, STATES, VERSION)
-    assert call.metrics is None and not call.keep
+    assert call.metrics is None and not call.keep and call.routed_experts
     for actual, expected in zip(call.requests, REQUESTS, strict=True):
         assert_same(actual, expected)
-    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
+    sizes = {"vocab_size": DESCRIPTION.vocab_size, "routed_experts": DESCRIPTION.routed_experts}
+    decoder = RolloutDecoder(call, **sizes)
     reply = bounds.parse_generate_reply(recorded("generate_response_inline"))
     assert_same(decoder.feed(reply), SMALL)
     call = readers["Generate"].read(recorded("generate_request_measured"))
     assert (call.sampling, call.metrics, call.keep) == (PENALISED, PARAMS, True)
-    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
+    decoder = RolloutDecoder(call, **sizes)
     reply = bounds.parse_generate_reply(recorded("generate_response_measured"))
     assert_same(decoder.feed(reply), MEASURED)
     message = pb.TensorSumsResponse.FromString(recorded("tensor_sums_response"))
