@@ -93,9 +93,20 @@ def noisy_rewards(r, lengths, fp=0.0, fn=0.0):
     return rloo(((r > 0) - fp) / (1 - fp - fn), lengths)
 
 
+def red_drop(r, lengths):
+    wrong = [i for i, x in enumerate(r) if x < r.mean()]
+    kept = [i for i in range(len(r)) if i not in wrong[len(r) - len(wrong) :]]
+    return np.array([r[i] - np.mean(r[kept]) if i in kept else 0 for i in range(len(r))])
+
+
+def red_weight(r, lengths):
+    a = r - r.mean()
+    return a * np.exp(a / 1.0)
+
+
 ORACLES = (
     dr_grpo, rloo, opo, quantile_baseline, max_likelihood, sample_reinforcement, asymre,
-    noisy_rewards,
+    noisy_rewards, red_drop, red_weight,
 )  # fmt: skip
 
 
@@ -112,12 +123,17 @@ def test_advantages_match_float64(expected, seed):
 
 def test_every_algorithm_has_an_oracle():
     others = {"distillation", "dpo", "grpo", "pacs", "ppo", "reinforce", "reinforce_plus_plus"}
+    others |= {"scale_rl"}
     assert {f.__name__ for f in ORACLES} | others == set(NAMES)
 
 
 @pytest.mark.parametrize(
-    "name", ["dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood", "noisy_rewards"]
-)
+    "name",
+    [
+        "dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood", "noisy_rewards",
+        "red_drop", "red_weight", "scale_rl",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("value", [0.1, 0.7, 1.0])
 def test_equal_rewards_have_no_advantage(name, value):
     np.testing.assert_array_equal(per_response(name, np.full((2, 4), value)), 0.0)
@@ -138,6 +154,21 @@ def test_a_quantile_keeps_one_side_of_a_group(quantile, correct, sign):
     rewards = np.tile(np.arange(4) < correct, (2, 1)).astype(float)
     found = per_response("quantile_baseline", rewards, quantile=quantile)
     assert (np.sign(found) == np.where(rewards == (sign > 0), sign, 0)).all()
+
+
+@given(seed=seeds)
+def test_scale_rl_is_a_mean_over_the_groups_that_differ(seed):
+    """Advantages times the weights of `token_mean` are those of a mean over prompts."""
+    rewards = np.random.default_rng(seed).choice([0.0, 0.5, 1.0], size=(2, 4))
+    rewards[1] = 1.0 if seed % 2 else rewards[1]
+    differ = [p for p in range(2) if np.ptp(rewards[p]) > 0]
+    a = [rewards[p] - rewards[p].mean() for p in differ]
+    std = np.sqrt(np.sum(np.square(a)) / max(4 * len(a), 1)) + 1e-6
+    wanted = np.zeros((2, 4))
+    for p, row in zip(differ, a):
+        wanted[p] = row / std / len(differ) / LENGTHS[p].sum()
+    found = per_response("scale_rl", rewards) / MASK.sum()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.6])

@@ -17,7 +17,8 @@ MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
 MASK[[0, 5], 2] = False  # two turns
 TURNS = np.where(np.arange(5) == 1, 0.25, 0).astype(np.float32) * MASK
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
-OPD, GSPO = ({"loss.surrogate": name} for name in ("opmd", "gspo"))
+OPD, GSPO, REC, REAL = ({"loss.surrogate": name} for name in ("opmd", "gspo", "rec", "real"))
+RING = REC | {"loss.rec_range": "ring"}
 PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
 NOISY, TEACHER = {"name": "noisy_rewards"}, {"name": "distillation"}
 PLUS = {"name": "reinforce_plus_plus", "loss.kl_coefficient": 0.0}
@@ -45,6 +46,7 @@ CHANGES = {
     "advantage.reward_weight": (0.5, TEACHER),
     "advantage.reward_beta": (0.5, {"name": "dpo"}),
     "advantage.baseline_shift": (0.3, {"name": "asymre"}),
+    "advantage.weight_temperature": (0.5, {"name": "red_weight"}),
     "advantage.group_baseline": (True, PLUS),
     "advantage.kl_reward_coefficient": (0.5, PLUS),
     "advantage.kl_reward_estimator": ("abs", PPO),
@@ -59,6 +61,11 @@ CHANGES = {
     "loss.clip_epsilon_high": (0.9, {}),
     "loss.dual_clip": (1.01, {}),
     "loss.opmd_tau": (3.0, OPD),
+    "loss.rec_range": ("two_side", REC),
+    "loss.rec_weighted": (True, REC),
+    "loss.rec_far_low": (0.3, RING),
+    "loss.rec_far_high": (0.4, RING),
+    "loss.real_tau": (1.0, REAL),
     "loss.kl_coefficient": (0.5, {}),
     "loss.entropy_coefficient": (0.5, {}),
     "loss.kl_estimator": ("abs", {}),

@@ -310,6 +310,7 @@ OURS_ALONE = {
     "algorithms.loss.surrogate": "clip, the only one there",
     "algorithms.loss.clip_epsilon_high": "0: symmetric, as there",
     "algorithms.loss.dual_clip": "off, as there", "algorithms.loss.opmd_tau": "of opmd",
+    "algorithms.loss.rec_": "of rec", "algorithms.loss.real_tau": "of real",
     "critic.path": "empty: the policy's; see configs/verl/ppo.py",
     "critic.adam_": "as the policy's", "critic.weight_decay": "as the policy's",
     "algorithms.constant_length": "of another aggregation",
