@@ -174,6 +174,10 @@ THOROUGH = [
     ),
     Case("analyze study --run={home}/run --step=1 --stride=4 --output={home}/studied"),
     Case(
+        "analyze curve --run={home}/run --key=reward/mean --compute=steps --skip=1 "
+        "--fraction=0.5 --output={home}/curve", code=2,
+    ),
+    Case(
         f"rollout --config={TINY} --engine=jax --host=127.0.0.1 --port=0 --cores=0 "
         "--tls_certificate={home}/certs/replica-gpu7.pem "
         "--tls_key={home}/certs/replica-gpu7.key "
