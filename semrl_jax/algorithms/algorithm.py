@@ -80,6 +80,9 @@ class Needs(NamedTuple):
     early_reference: bool = False
     turn_rewards: bool = False  # at the last token of each turn, see `placed_rewards`
     positive_rewards: bool = False  # a reward below 0 ends the run
+    # `ref_logprobs` are the policy's own before the update, under the prompts of
+    # `data.teacher_input`; no reference is loaded for them.
+    own_teacher: bool = False
 
 
 class Passes(NamedTuple):
@@ -251,7 +254,8 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
             )
 
     size = 3 * group_size, 5  # of the batch
-    needed = (needs.early_old_logprobs, needs.early_reference, needs.values)
+    early = needs.early_reference or needs.own_teacher
+    needed = (needs.early_old_logprobs, early, needs.values)
     passes = Passes(*(of(*size) if is_needed else None for is_needed in needed))
     mask = of(*size, dtype=jnp.bool_)
     batch = of(3, group_size), passes, mask

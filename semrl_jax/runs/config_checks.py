@@ -125,7 +125,8 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
 
 def remarks(config: ml_collections.ConfigDict) -> list[str]:
     """Lines about settings that are possible and rarely meant, after `validate`."""
-    if config.algorithms.name == "distillation" and not config.model.reference_path:
+    distils = config.algorithms.name == "distillation"
+    if distils and not (config.model.reference_path or config.data.teacher_input):
         return [
             "warning: algorithms.name='distillation' without model.reference_path: the teacher is "
             "the policy at the start, so there is nothing to learn from it."

@@ -73,6 +73,7 @@ from semrl_jax.training.offload import check_gives_back, check_offload, drop, ho
 from semrl_jax.training.passes import NONE, UPDATE, PassPlan
 from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
+from semrl_jax.training.teacher_prompts import TeacherPrompts
 from semrl_jax.training.train_state import TrainState
 
 T = TypeVar("T")
@@ -192,7 +193,18 @@ def check_inputs(
     if algorithm.needs.exact_kl and plan.reference != UPDATE:
         raise UserError(
             "algorithms.loss.kl_estimator='exact' compares policy and reference in the update, "
-            "which has the reference only without training.offload='reference'; remove one."
+            "which has the reference only without training.offload='reference' and "
+            "data.teacher_input; remove one."
+        )
+    if plan.own_teacher and not config.data.teacher_input:
+        raise UserError(
+            "algorithms.advantage.teacher='policy' needs data.teacher_input: without it, teacher "
+            "and policy are equal."
+        )
+    if (text := config.data.teacher_input) and plan.reference == NONE and not plan.own_teacher:
+        raise UserError(
+            f"data.teacher_input={text!r:.200} is not read: algorithms.name="
+            f"{config.algorithms.name!r} with these settings has no reference; remove it."
         )
     check_memory(config, policy.config)
     if is_embedded(config):
@@ -218,6 +230,8 @@ def check_inputs(
         verifier.validate(f"\\boxed{{{first.answer}}}", first.answer, first.columns)
     episodes: Episodes = SingleTurn()
     if environments:
+        if config.data.teacher_input:
+            raise UserError("data.teacher_input has no meaning with an environment; remove it.")
         for line in first_answers([*prompts.examples, *problems], tokenizer, environments):
             report(line)
         episodes = MultiTurn.of(config, tokenizer, end_tokens, environments)
@@ -259,6 +273,7 @@ def check_inputs(
         prefix=data.special_prefix(
             tokenizer, prompts.examples[0].template, config.data.add_special_tokens
         ),
+        teacher=TeacherPrompts.of(config, tokenizer, prompts, policy.config),
     )
 
 
@@ -396,6 +411,7 @@ def open_run(
             reference=reference,
             num_seen=len(inputs.prompts) if inputs.prompts.curriculum else 0,
             reference_policy=None if inputs.reference is None else inputs.reference.model,
+            teacher=inputs.teacher,
             optimizer=optimizer_of(config, "training"),
             pad_token_id=tokenizer.pad_token_id,
             peers=peers,

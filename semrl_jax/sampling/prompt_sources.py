@@ -115,7 +115,7 @@ def prompts_of_files(
         system_prompt=config.data.system_prompt,
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
-        keep_questions=config.rewards.model.tokenizer == "own",
+        keep_questions=config.rewards.model.tokenizer == "own" or bool(config.data.teacher_input),
         skip_bad_rows=config.data.skip_bad_rows,
         report=report,
         num_rows=num_rows,

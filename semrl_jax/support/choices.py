@@ -11,6 +11,7 @@ OFFLOADED = ("optimizer", "parameters", "reference")
 REMAT_POLICIES = ("none", "full", "dots")
 KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "low_var_kl+")
 OBJECTIVE_KL = (*KL_ESTIMATORS, "exact")  # the last needs no estimate
+TEACHERS = ("reference", "policy")
 REC_RANGES = ("one_side", "two_side", "ring")
 AGGREGATIONS = ("token_mean", "response_mean", "constant_length")
 IMPORTANCE_LEVELS = ("token", "sequence", "geometric", "total_variation")

@@ -36,6 +36,7 @@ from semrl_jax.training.passes import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.policy_update import PolicyLoss, TokenPass, batch_logprobs
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
+from semrl_jax.training.teacher_prompts import TeacherPrompts
 from semrl_jax.training.train_state import POLICY, Trained, TrainState
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all, update_number
 from semrl_jax.training.work import batch_products
@@ -87,6 +88,7 @@ class Learner:
     base: models.Base | None = None  # of the adapters, which are then `state.params`
     num_seen: int = 0  # prompts of a curriculum
     reference_policy: models.Policy | None = None  # architecture of the reference; None: its own
+    teacher: TeacherPrompts | None = None  # prompts of the reference; None: the policy's
 
     @functools.cached_property
     def trainees(self) -> tuple[Trainee, ...]:
@@ -212,10 +214,13 @@ class Learner:
             with clock("old_logprobs"):
                 also = {"with_states": needs.states, "with_entropies": needs.entropies}
                 old = self.logprobs(self.whole(state.params), batch, **also)
-        if plan.reference == PASS:
+        if plan.reference == PASS or plan.own_teacher:
             with clock("ref_logprobs"):
-                params, policy = fetched(self.reference), self.reference_policy
-                reference = self.logprobs(params, batch, policy=policy or self.policy).logprobs
+                params, policy = self.whole(state.params), self.policy
+                if not plan.own_teacher:
+                    params, policy = fetched(self.reference), self.reference_policy or policy
+                read = batch if self.teacher is None else self.teacher.batch(batch)
+                reference = self.logprobs(params, read, policy=policy).logprobs
         if plan.values:
             with clock("values"):
                 values = self.values(state.critic.params, batch)
@@ -322,7 +327,9 @@ class Learner:
             return batch_products(architecture, batch, num_adapters=adapters, head=head)
 
         own = forward(self.policy.config, head=True)
-        reference = (plan.reference == PASS) + epochs * (plan.reference == UPDATE)
+        reference = (plan.reference == PASS or plan.own_teacher) + epochs * (
+            plan.reference == UPDATE
+        )
         of_reference = own.forward - own.adapters
         if (other := self.reference_policy) is not None:
             of_reference = batch_products(other.config, batch, head=True).forward

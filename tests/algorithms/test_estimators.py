@@ -477,6 +477,8 @@ def test_needs_follow_the_options():
     assert kl.needs == Needs(
         old_logprobs=True, reference=True, early_old_logprobs=True, early_reference=True
     )
+    own = algorithm("distillation", teacher="policy", kl_coefficient=0.0).needs
+    assert own == Needs(old_logprobs=True, early_old_logprobs=True, own_teacher=True)
     critic = algorithm("ppo", kl_coefficient=0.0)
     assert critic.needs == Needs(old_logprobs=True, values=True)
     assert algorithm("reinforce").needs == Needs(old_logprobs=True, reference=True, state=True)
@@ -525,6 +527,9 @@ def test_needs_follow_the_options():
             {"quantile": 0.3},
             "advantage.quantile=0.3 is no option of algorithms.name='grpo'",
         ),
+        ("distillation", {"teacher": "policy"}, "loss.kl_coefficient=0.001 must be 0 with teach"),
+        ("red_weight", {"weight_temperature": 0.0}, "advantage.weight_temperature=0.0 must be ab"),
+        ("grpo", {"rec_range": "both"}, "loss.rec_range='both' must be one of 'one_side', 'two"),
         ("ppo", {"value_clip": 0.0}, "loss.value_clip=0.0 must be above 0"),
         ("ppo", {"gae_lambda": 1.5}, r"advantage.gae_lambda=1.5 must be in \[0, 1\]"),
         ("ppo", {"kl_target": 0.1}, "advantage.kl_target=0.1 must .* there is nothing to adapt"),

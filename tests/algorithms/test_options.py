@@ -154,4 +154,5 @@ def test_every_option_is_tried():
     # These act on the batch: tests/training/test_plan.py.
     of_batch = {"overlong_tokens", "mask_truncated"}
     of_batch |= {"max_sampling_rounds", "keep_groups_by"}  # tests/sampling/test_selecting.py
+    fields.remove("advantage.teacher")  # whose prompts: tests/runs/test_algorithms.py
     assert fields - {f"batch_rules.{name}" for name in of_batch} == set(CHANGES)

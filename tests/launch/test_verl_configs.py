@@ -279,6 +279,7 @@ OURS_ALONE = {
     "data.task": "files", "data.num_prompts": "of the generator",
     "data.question_fields": "of another row format", "data.answer_": "of another row format",
     "data.template": "the rows hold it", "data.system_prompt": "of a chat template",
+    "data.teacher_input": "the launcher has no teacher",
     "data.skip_bad_rows": "a bad row ends the run",
     "evaluation.row_format": "follows data", "evaluation.question_fields": "follows data",
     "evaluation.answer_": "follows data", "evaluation.template": "follows data",

@@ -195,6 +195,30 @@ def test_a_run_with_a_teacher(exact, config, tmp_path, rewarded):
     refused("reference_path", train, config, str(tmp_path / "run"))
 
 
+def test_a_run_that_teaches_itself(config, tmp_path, rewarded):
+    """The teacher is the policy with the answer in its prompt; in two parts it is the same run."""
+    config.update_from_flattened_dict(
+        {
+            "algorithms.name": "distillation", "algorithms.advantage.teacher": "policy",
+            "algorithms.loss.kl_coefficient": 0.0, "data.teacher_input": "{answer}\n{input}",
+            "training.num_steps": 2,
+        }
+    )  # fmt: skip
+    assert train(config, str(tmp_path / "whole")) == 0
+    whole = read_rows(tmp_path / "whole")
+    assert all(row["policy/grad_norm"] > 0 and row["advantage/min"] < 0 for row in whole[:2])
+    config.training.num_steps = 1
+    assert train(config, str(tmp_path / "parts")) == 0
+    config.training.num_steps = 2
+    assert train(config, str(tmp_path / "parts")) == 0
+    assert stable(read_rows(tmp_path / "parts")[1:2]) == stable(whole[1:2])
+    config.data.teacher_input = ""
+    refused("needs data.teacher_input", train, config, str(tmp_path / "other"))
+    config.data.teacher_input, config.algorithms.name = "{answer}{input}", "grpo"
+    config.algorithms.advantage.teacher = "reference"
+    refused("data.teacher_input=.* is not read", train, config, str(tmp_path / "other"))
+
+
 def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
     """With the policy's tokenizer, another size and a trained head."""
     policy, tokenizer = build_policy(config)
