@@ -81,6 +81,13 @@ give. The references, if there are any, count in the log, for a
 [curriculum](data.md#curricula) and with `keep_groups_by=correctness`. Answers are compared as in
 `maj@k`; a verifier of yours must return them as [`extracted`](verifiers.md#the-function).
 
+## The probability of the reference answer
+
+`rewards.probability_after="<answer>"` (RLPR, arXiv:2506.18254) needs no rule that compares answers:
+the reward is the mean probability that the policy gives to the tokens of the reference answer after
+the last mark of a response, less their probability right after the prompt and the mark, from 0 to
+1. It costs a pass over the responses. The verifier's `correct` counts in the log alone.
+
 ## Distillation
 
 `model.reference_path` names another model as the reference: a teacher with the policy's tokenizer,
@@ -101,7 +108,17 @@ addition to the flags above:
 --config.algorithms.loss.kl_estimator=exact --config.algorithms.loss.kl_coefficient=1
 ```
 
-Every algorithm can have the second as its KL, in addition to its rewards. The logits of the teacher
+With `data.teacher_input` the teacher reads the reference answer, and may be the policy itself (OPSD,
+SDPO's kind). The text takes the place of the question in the prompt:
+
+```bash
+python -m launch.train --config=configs/gsm8k.py --workdir=runs/self_distilled \\
+    --config.algorithms.name=distillation --config.algorithms.advantage.teacher=policy \\
+    --config.algorithms.loss.kl_coefficient=0 --config.shaping.target=none \\
+    --config.data.teacher_input="{input} Here is the reference answer: {answer}. Now answer."
+```
+
+Every algorithm can have the exact KL as its KL, in addition to its rewards. The logits of the teacher
 are divided by `rollout.temperature` too. If its vocabulary is larger, the exact KL leaves out the
 tokens that the policy lacks.
 

@@ -71,6 +71,7 @@ from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
 from semrl_jax.training.offload import check_gives_back, check_offload, drop, host_copies, is_away
 from semrl_jax.training.passes import NONE, UPDATE, PassPlan
+from semrl_jax.training.probability_reward import ProbabilityReward
 from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
 from semrl_jax.training.teacher_prompts import TeacherPrompts
@@ -230,8 +231,6 @@ def check_inputs(
         verifier.validate(f"\\boxed{{{first.answer}}}", first.answer, first.columns)
     episodes: Episodes = SingleTurn()
     if environments:
-        if config.data.teacher_input:
-            raise UserError("data.teacher_input has no meaning with an environment; remove it.")
         for line in first_answers([*prompts.examples, *problems], tokenizer, environments):
             report(line)
         episodes = MultiTurn.of(config, tokenizer, end_tokens, environments)
@@ -412,6 +411,7 @@ def open_run(
             num_seen=len(inputs.prompts) if inputs.prompts.curriculum else 0,
             reference_policy=None if inputs.reference is None else inputs.reference.model,
             teacher=inputs.teacher,
+            probability=ProbabilityReward.of(config, tokenizer, policy.config),
             optimizer=optimizer_of(config, "training"),
             pad_token_id=tokenizer.pad_token_id,
             peers=peers,

@@ -34,6 +34,7 @@ from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import RowPlan, row_plan
 from semrl_jax.training.passes import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.policy_update import PolicyLoss, TokenPass, batch_logprobs
+from semrl_jax.training.probability_reward import ProbabilityReward
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.teacher_prompts import TeacherPrompts
@@ -88,6 +89,7 @@ class Learner:
     base: models.Base | None = None  # of the adapters, which are then `state.params`
     num_seen: int = 0  # prompts of a curriculum
     reference_policy: models.Policy | None = None  # architecture of the reference; None: its own
+    probability: ProbabilityReward | None = None  # in place of the verifier's scores
     teacher: TeacherPrompts | None = None  # prompts of the reference; None: the policy's
 
     @functools.cached_property
@@ -196,8 +198,16 @@ class Learner:
             max_response_tokens=rollout.max_response_tokens,
         )
 
-    def judged(self, scored: Scored, batch: RolloutBatch, clock: Clock) -> Scored:
-        """The responses with the scores of a reward model, if there is one."""
+    def judged(
+        self, state: TrainState, scored: Scored, batch: RolloutBatch, clock: Clock
+    ) -> Scored:
+        """The responses with the scores of a reward model or of the policy itself, if any."""
+        if self.probability is not None:
+            with clock("reward_model"):
+                whole = self.whole(state.params)
+                return self.probability.judged(
+                    scored, lambda asked: self.logprobs(whole, asked).logprobs
+                )
         if self.reward_model is None:
             return scored
         with clock("reward_model"):

@@ -244,6 +244,7 @@ OURS_ALONE = {
     "metrics.layers": "the launcher measures the final layer",
     "data.reasoning_gym": "the launcher has none", "data.curriculum": "the launcher has none",
     "rewards.majority": "the launcher has none",
+    "rewards.probability_after": "the launcher has none",
     **dict.fromkeys(
         (f"environment.{field.name}" for field in dataclasses.fields(Environment)),
         "the launcher's runs have a single turn",
