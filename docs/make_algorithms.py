@@ -108,8 +108,8 @@ addition to the flags above:
 --config.algorithms.loss.kl_estimator=exact --config.algorithms.loss.kl_coefficient=1
 ```
 
-With `data.teacher_input` the teacher reads the reference answer, and may be the policy itself (OPSD,
-SDPO's kind). The text takes the place of the question in the prompt:
+With `data.teacher_input` the teacher reads the reference answer, and may be the policy itself
+(OPSD, SDPO's kind). The text takes the place of the question in the prompt:
 
 ```bash
 python -m launch.train --config=configs/gsm8k.py --workdir=runs/self_distilled \\
@@ -118,9 +118,9 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/self_distilled \
     --config.data.teacher_input="{input} Here is the reference answer: {answer}. Now answer."
 ```
 
-Every algorithm can have the exact KL as its KL, in addition to its rewards. The logits of the teacher
-are divided by `rollout.temperature` too. If its vocabulary is larger, the exact KL leaves out the
-tokens that the policy lacks.
+Every algorithm can have the exact KL as its KL, in addition to its rewards. The logits of the
+teacher are divided by `rollout.temperature` too. If its vocabulary is larger, the exact KL leaves
+out the tokens that the policy lacks.
 
 ## Batch rules
 

@@ -411,6 +411,7 @@ def open_run(
             num_seen=len(inputs.prompts) if inputs.prompts.curriculum else 0,
             reference_policy=None if inputs.reference is None else inputs.reference.model,
             teacher=inputs.teacher,
+            prompt_numbers=inputs.prompts.numbers if inputs.algorithm.needs.prompt_state else {},
             probability=ProbabilityReward.of(config, tokenizer, policy.config),
             optimizer=optimizer_of(config, "training"),
             pad_token_id=tokenizer.pad_token_id,

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from semrl_jax import models
-from semrl_jax.algorithms.algorithm import Algorithm, Passes
+from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.data.curricula import PromptHistory
@@ -89,6 +89,8 @@ class Learner:
     base: models.Base | None = None  # of the adapters, which are then `state.params`
     num_seen: int = 0  # prompts of a curriculum
     reference_policy: models.Policy | None = None  # architecture of the reference; None: its own
+    # Number of each prompt of the data, by the bytes of its token ids; {} if nothing reads it.
+    prompt_numbers: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
     probability: ProbabilityReward | None = None  # in place of the verifier's scores
     teacher: TeacherPrompts | None = None  # prompts of the reference; None: the policy's
 
@@ -197,6 +199,14 @@ class Learner:
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
         )
+
+    def prompts_of(self, scored: Scored) -> Int[np.ndarray, " P"] | None:
+        """The number of the prompt of each group, int32; None if nothing reads it."""
+        if not self.prompt_numbers:
+            return None
+        firsts = range(0, len(scored), self.config.rollout.group_size)
+        prompts = [np.ascontiguousarray(scored[i].rollout.prompt_ids, np.int32) for i in firsts]
+        return np.array([self.prompt_numbers[ids.tobytes()] for ids in prompts], np.int32)
 
     def judged(
         self, state: TrainState, scored: Scored, batch: RolloutBatch, clock: Clock
@@ -373,7 +383,7 @@ class Learner:
             state = state.with_trained(trainee.name, trained)
         weights = train_state.abstract_copied(shapes, self._kept_dtype, self.mesh)
         return state._replace(
-            algorithm=train_state.abstract_everywhere(self.algorithm.first_state(), self.mesh),
+            algorithm=train_state.abstract_everywhere(self._first_memory, self.mesh),
             earlier=(weights,) * num_earlier(self.config.rollout),
             seen=train_state.abstract_everywhere(self._first_seen, self.mesh),
         )
@@ -398,9 +408,13 @@ class Learner:
         count, earlier = num_earlier(self.config.rollout), ()
         if count:
             earlier = (train_state.copied(state.params, self._kept_dtype),) * count
-        first = train_state.everywhere(self.algorithm.first_state(), self.mesh)
+        first = train_state.everywhere(self._first_memory, self.mesh)
         seen = train_state.everywhere(self._first_seen, self.mesh)
         return state._replace(algorithm=first, earlier=earlier, seen=seen)
+
+    @property
+    def _first_memory(self) -> State:
+        return self.algorithm.first_state(len(self.prompt_numbers))
 
     @property
     def _first_seen(self) -> dict[str, np.ndarray]:

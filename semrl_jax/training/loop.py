@@ -90,7 +90,7 @@ def run_steps(
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
-            tokens = credited_tokens(batch, scored, of_turns)
+            tokens = credited_tokens(batch, scored, of_turns, learner.prompts_of(scored))
             metrics = seen.scored.metrics
             credit = assign_credit(rules, rewards, metrics, arrays, tokens, state.memory)
             # In one transfer.

@@ -69,7 +69,7 @@ class ProbabilityReward:
                 alone[key] = len(asked)
                 asked.append(_asking(item, mark, answer))
             places[row, 1] = alone[key]
-        # As many rows in every step, so that one program computes them.
+        # The number of rows is the same in every step, so that one program computes them.
         most = len(scored) + len({item.rollout.group_id for item in scored})
         probabilities = self._means(asked, most, logprobs)
         gains = probabilities[places[:, 0]] - probabilities[places[:, 1]]

@@ -52,6 +52,7 @@ CHANGES = {
     "advantage.kl_reward_estimator": ("abs", PPO),
     "advantage.kl_target": (0.1, PPO),
     "advantage.kl_horizon": (20, ADAPTIVE),
+    "advantage.prompt_memory": (0.5, {"name": "single_stream"}),
     "advantage.baseline_rate": (0.5, {"name": "reinforce"}),
     "advantage.gamma": (0.5, PPO),
     "advantage.gae_lambda": (0.5, PPO),
@@ -101,12 +102,12 @@ def update_of(settings):
 
     @jax.jit
     def compute(logprobs, new_values):
-        passes, state = Passes(old, ref, values[0]), algorithm.first_state()
+        passes, state = Passes(old, ref, values[0]), algorithm.first_state(num_prompts=2)
         batch = jnp.asarray(REWARDS), passes, mask
         credited = batch
         if algorithm.needs.turn_rewards:
             credited = placed_rewards(batch[0], TURNS, mask), passes, mask
-        for factor in (1.0, 2.0) if algorithm.needs.state else ():
+        for factor in (1.0, 2.0) if algorithm.needs.keeps else ():
             state = algorithm.next_state(state, factor * batch[0], *batch[1:])
         advantages = algorithm.advantages(*credited, state)
         if importance["level"] != "none":

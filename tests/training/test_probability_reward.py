@@ -44,7 +44,7 @@ def test_rewards_match_a_loop_over_the_policy():
         return batch_logprobs(params, batch, policy=policy, plan=plan, temperature=1.0).logprobs
 
     def mean_probability(text, answer):
-        """Of the answer after the prompt and this text, token by token."""
+        """The answer comes after the prompt and this text; one pass for each of its tokens."""
         ids, found = ids_of("Q:1+2\n" + text), []
         for token in ids_of(answer):
             row = np.zeros((1, 64), np.int32)
@@ -70,7 +70,7 @@ def test_rewards_match_a_loop_over_the_policy():
 @pytest.mark.parametrize(("with_response", "reward"), [(0.25, 0.0), (0.75, 0.25)])
 def test_the_probability_without_a_response_is_subtracted(with_response, reward):
     def logprobs(batch):
-        """Those of the mark alone, which is shorter, are log 0.5."""
+        """The shorter rows ask after the mark alone, and get log 0.5."""
         lengths = (batch.segment_ids[:, -batch.response_mask.shape[1] :] > 0).sum(axis=1)
         return np.log(np.where(lengths == lengths.min(), 0.5, with_response))[:, None] + 0 * (
             batch.response_mask
