@@ -33,8 +33,8 @@ python -m launch.train --config=configs/quickstart.py --workdir=runs/rloo_gspo \
 r is the reward of a response. A group is the G responses to one prompt (`rollout.group_size`); mean
 and std are over the group. Settings are fields of `config.algorithms.advantage`, with their
 defaults. `ppo`, `reinforce`, `sample_reinforcement`, `noisy_rewards` with `forward`, `distillation`
-without `reward_weight`, and `reinforce_plus_plus` without `group_baseline` need no group:
-`rollout.group_size=1` works.
+without `reward_weight`, `single_stream`, and `reinforce_plus_plus` without `group_baseline` need no
+group: `rollout.group_size=1` works.
 """
 KL_ESTIMATES = """
 `--config.algorithms.loss.kl_estimator` names the KL of a token, x = logprobs - ref_logprobs: `kl` x
@@ -157,13 +157,20 @@ LEFT_OUT = """## Left out
 | CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
 | SvS, MAE, SSP, SSRL | the policy writes its problems; here they are given |
 | ROVER | the values of all next tokens, with a softmax of its own in the sampler |
-| RLPR, LaSeR | log-probabilities of tokens that were not sampled |
-| smooth standardisation of DCPO | rewards of earlier steps; an estimator sees one step |
-| SDPO and its like | a teacher with another prompt than the policy's |
+| LaSeR | the log-probability of a token that was not sampled, with a gradient in the update |
+| filter of RLPR, V0.5 | prompts without or with more responses; a value model of V0.5's own |
+| teacher of SDPO | averaged weights; feedback and a correct response of the group in its prompt |
+| a teacher for each data source | one reference is loaded |
+| softmax of REAL over a group | log-ratios of all responses of a group in one micro-batch |
+| MSSR's shaping by entropy | the constants were not published; `single_stream` has its baseline |
+| RoRecomp | trains again on responses of earlier steps; here a step trains on its own |
+| SPARK | trains the policy as a judge of its responses, on prompts that are made of them |
+| OLR, TraPO | answers of earlier steps decide which is right; none are kept |
+| RECAP | losses of several objectives with weights of their own; here all prompts have one loss |
+| RLSP | PPO with a reward for length or of a judge: `ppo` and [`rewards.functions`](verifiers.md) |
 | APRIL, arrol | responses that are begun and given up; here all are completed |
 | NExt, merging of models | changes of saved weights, after training |
 | router replay | engine and trainer choose the experts of a token each for itself |
-| REAL, REC, RED, V0.5, MSSR, SPARK, RLSP, ScaleRL, OLR, TraPO, RECAP, RoRecomp | not examined yet |
 """
 
 

@@ -46,7 +46,7 @@ def needs(options: Options) -> Needs:
 
 
 def first_state(options: Options) -> dict[str, float]:
-    """Of each prompt: the weighted sum of its rewards, and the sum of the weights."""
+    """The weighted sum of the rewards of a prompt, and the sum of the weights."""
     return {"rewards": 0.0, "weights": 0.0}
 
 

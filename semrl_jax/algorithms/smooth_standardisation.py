@@ -36,7 +36,7 @@ def needs(options: Options) -> Needs:
 
 
 def first_state(options: Options) -> dict[str, float]:
-    """Of each prompt: its groups so far, and mean and variance of their rewards."""
+    """The groups of a prompt so far, and mean and variance of their rewards."""
     return {"visits": 0.0, "mean": 0.0, "variance": 0.0}
 
 
