@@ -122,6 +122,16 @@ Every algorithm can have the exact KL as its KL, in addition to its rewards. The
 teacher are divided by `rollout.temperature` too. If its vocabulary is larger, the exact KL leaves
 out the tokens that the policy lacks.
 
+## After training
+
+`launch.convert --other=DIR --share=S` writes (1 - S) of the weights of a run and S of those of a
+directory: the average of two models, or with a negative share a step past the run, away from DIR:
+
+```bash
+python -m launch.convert --source=runs/quickstart --target=beyond \\
+    --other=runs/quickstart/warm_start --share=-0.3
+```
+
 ## Batch rules
 
 These are fields of `algorithms.batch_rules`:
@@ -169,7 +179,7 @@ LEFT_OUT = """## Left out
 | RECAP | losses of several objectives with weights of their own; here all prompts have one loss |
 | RLSP | PPO with a reward for length or of a judge: `ppo` and [`rewards.functions`](verifiers.md) |
 | APRIL, arrol | responses that are begun and given up; here all are completed |
-| NExt, merging of models | changes of saved weights, after training |
+| NExt | a predictor that is trained on many checkpoints; linear steps are possible |
 | router replay | engine and trainer choose the experts of a token each for itself |
 """
 

@@ -158,6 +158,9 @@ THOROUGH = [
         "convert --source={home}/run --target={home}/exported --step=1 --dtype=bfloat16 "
         "--max_shard_gb=1 --family=qwen2"
     ),
+    Case(
+        "convert --source={home}/run --target={home}/mixed --other={home}/exported --share=-0.5"
+    ),
     Case("convert --source={home}/adapters --target={home}/adapter --adapter"),
     Case(
         "random_model --text={home}/problems.jsonl --family=llama --output={home}/random "
