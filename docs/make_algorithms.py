@@ -34,8 +34,8 @@ python -m launch.train --config=configs/quickstart.py --workdir=runs/rloo_gspo \
 r is the reward of a response. A group is the G responses to one prompt (`rollout.group_size`); mean
 and std are over the group. Settings are fields of `config.algorithms.advantage`, with their
 defaults. `ppo`, `reinforce`, `sample_reinforcement`, `noisy_rewards` with `forward`, `distillation`
-without `reward_weight`, and `reinforce_plus_plus` without `group_baseline` need no group:
-`rollout.group_size=1` works.
+without `reward_weight`, `single_stream`, and `reinforce_plus_plus` without `group_baseline` need no
+group: `rollout.group_size=1` works.
 """
 KL_ESTIMATES = """
 `--config.algorithms.loss.kl_estimator` names the KL of a token, x = logprobs - ref_logprobs: `kl` x
@@ -90,6 +90,13 @@ give. The references, if there are any, count in the log, for a
 [curriculum](data.md#curricula) and with `keep_groups_by=correctness`. Answers are compared as in
 `maj@k`; a verifier of yours must return them as [`extracted`](verifiers.md#the-function).
 
+## The probability of the reference answer
+
+`rewards.probability_after="<answer>"` (RLPR, arXiv:2506.18254) needs no rule that compares answers:
+the reward is the mean probability that the policy gives to the tokens of the reference answer after
+the last mark of a response, less their probability right after the prompt and the mark, from 0 to
+1. It costs a pass over the responses. The verifier's `correct` counts in the log alone.
+
 ## Distillation
 
 `model.reference_path` names another model as the reference: a teacher with the policy's tokenizer,
@@ -110,9 +117,29 @@ addition to the flags above:
 --config.algorithms.loss.kl_estimator=exact --config.algorithms.loss.kl_coefficient=1
 ```
 
-Every algorithm can have the second as its KL, in addition to its rewards. The logits of the teacher
-are divided by `rollout.temperature` too. If its vocabulary is larger, the exact KL leaves out the
-tokens that the policy lacks.
+With `data.teacher_input` the teacher reads the reference answer, and may be the policy itself
+(OPSD, SDPO's kind). The text takes the place of the question in the prompt:
+
+```bash
+python -m launch.train --config=configs/gsm8k.py --workdir=runs/self_distilled \\
+    --config.algorithms.name=distillation --config.algorithms.advantage.teacher=policy \\
+    --config.algorithms.loss.kl_coefficient=0 --config.shaping.target=none \\
+    --config.data.teacher_input="{input} Here is the reference answer: {answer}. Now answer."
+```
+
+Every algorithm can have the exact KL as its KL, in addition to its rewards. The logits of the
+teacher are divided by `rollout.temperature` too. If its vocabulary is larger, the exact KL leaves
+out the tokens that the policy lacks.
+
+## After training
+
+`launch.convert --other=DIR --share=S` writes (1 - S) of the weights of a run and S of those of a
+directory: the average of two models, or with a negative share a step past the run, away from DIR:
+
+```bash
+python -m launch.convert --source=runs/quickstart --target=beyond \\
+    --other=runs/quickstart/warm_start --share=-0.3
+```
 
 ## Batch rules
 
@@ -150,13 +177,22 @@ LEFT_OUT = """## Left out
 | CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
 | SvS, MAE, SSP, SSRL | the policy writes its problems; here they are given |
 | ROVER | the values of all next tokens, with a softmax of its own in the sampler |
-| RLPR, LaSeR | log-probabilities of tokens that were not sampled |
-| smooth standardisation of DCPO | rewards of earlier steps; an estimator sees one step |
-| SDPO and its like | a teacher with another prompt than the policy's |
+| LaSeR | the log-probability of a token that was not sampled, with a gradient in the update |
+| filter of RLPR, V0.5 | prompts without or with more responses; a value model of V0.5's own |
+| teacher of SDPO | averaged weights; feedback and a correct response of the group in its prompt |
+| a teacher for each data source | one reference is loaded |
+| softmax of REAL over a group | log-ratios of all responses of a group in one micro-batch |
+| MSSR's shaping by entropy | the constants were not published; `single_stream` has its baseline |
+| RoRecomp | trains again on responses of earlier steps; here a step trains on its own |
+| SPARK | trains the policy as a judge of its responses, on prompts that are made of them |
+| OLR, TraPO | answers of earlier steps decide which is right; none are kept |
+| RECAP | losses of several objectives with weights of their own; here all prompts have one loss |
+| RLSP | PPO with a reward for length or of a judge: `ppo` and [`rewards.functions`](verifiers.md) |
 | APRIL, arrol | responses that are begun and given up; here all are completed |
 | NExt, merging of models | changes of saved weights, after training |
 | REAL, REC, RED, V0.5, MSSR, SPARK, RLSP, ScaleRL, OLR, TraPO, RECAP | not examined yet |
 | RoRecomp, SCOPE | the same |
+| NExt | a predictor that is trained on many checkpoints; linear steps are possible |
 """
 
 

@@ -7,11 +7,15 @@ valid checkpoint or the one of --step. Adapters are merged with their base, or w
 format with --adapter. A directory in PEFT's format becomes one of the merged model, and a GGUF file
 one of its dequantised model. Another Hugging Face directory becomes a checkpoint of its parameters,
 with config.json and tokenizer next to it. Converting back gives the same weights, bit for bit.
-Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one line names it).
+With --other the weights are (1 - SHARE) of the source and SHARE of another directory of the same
+architecture: an average for a share between 0 and 1; below 0 they go on from the other model past
+the source, as with --other=RUN/start. Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or
+directory (one line names it).
 """
 
 from __future__ import annotations
 
+import math
 import pathlib
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -37,11 +41,16 @@ STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; default: the 
 DTYPE = flags.DEFINE_enum("dtype", "float32", DTYPES, "dtype of Hugging Face weights")
 MAX_SHARD_GB = flags.DEFINE_float("max_shard_gb", 5.0, "weights above this size are split")
 ADAPTER = flags.DEFINE_bool("adapter", False, "write a run's adapters in PEFT's format, unmerged")
+OTHER = flags.DEFINE_string(
+    "other", None, "Hugging Face directory whose weights are mixed in, of the same architecture"
+)
+SHARE = flags.DEFINE_float("share", 0.5, "weight of --other; below 0: extrapolation")
 FAMILY = flags.DEFINE_string("family", "", "as config.model.family; default: that of the run")
 
 
 def main() -> int:
-    options = {flag.name: flag.value for flag in (STEP, DTYPE, MAX_SHARD_GB, FAMILY, ADAPTER)}
+    known = STEP, DTYPE, MAX_SHARD_GB, FAMILY, ADAPTER, OTHER, SHARE
+    options = {flag.name: flag.value for flag in known}
     convert(pathlib.Path(cli.required(SOURCE)), pathlib.Path(cli.required(TARGET)), **options)
     return 0
 
@@ -55,20 +64,27 @@ def convert(
     max_shard_gb: float = 5.0,
     family: str = "",
     adapter: bool = False,
+    other: str | None = None,
+    share: float = 0.5,
 ) -> None:
     """Makes `target` from `source`; see the flags. UserError if one of them cannot be used."""
     if not source.is_dir() and source.suffix != ".gguf":
         raise UserError(f"--source={source} is not a directory, and no .gguf file.")
     if not 0 < max_shard_gb < float("inf"):
         raise UserError(f"--max_shard_gb={max_shard_gb:g} must be a finite number above 0.")
+    if not math.isfinite(share):
+        raise UserError(f"--share={share:g} must be a finite number.")
+    if other and adapter:
+        raise UserError(f"--other={other} is mixed with whole models; leave out --adapter.")
     max_shard_bytes = round(max_shard_gb * 1e9)
     if source.suffix == ".gguf" or not (source / "config.json").exists():
         from semrl_jax.models import gguf  # here: mistakes and --help need no JAX
 
         if file := gguf.find_file(source):
-            if step is not None or adapter or family:
+            if step is not None or adapter or family or other:
                 raise UserError(
-                    f"--source={source} is a GGUF file: leave out --step, --adapter and --family."
+                    f"--source={source} is a GGUF file: leave out --step, --adapter, --family and "
+                    "--other."
                 )
             with cli.new_directory("target", target) as target:
                 print(f"reading {file}", flush=True)
@@ -79,7 +95,8 @@ def convert(
         if step is not None or adapter:
             raise UserError(f"--source={source} is an adapter: leave out --step and --adapter.")
         with cli.new_directory("target", target) as target:
-            save_merged(target, *merged_adapter(source, family), dtype, max_shard_bytes)
+            found = mixed(*merged_adapter(source, family), other, share, family)
+            save_merged(target, *found, dtype, max_shard_bytes)
         return
     record = read_record(source)
     with cli.new_directory("target", target) as target:
@@ -93,10 +110,13 @@ def convert(
             if adapter:
                 export_adapter(folder, target, model, family)
             else:
-                found = restored_policy(folder, model, family)
+                found = mixed(*restored_policy(folder, model, family), other, share, family)
                 save_merged(target, *found, dtype, max_shard_bytes)
         elif "run_id" in record:
             raise UserError(f"--source={source} is a run without a checkpoint.")
+        elif other and step is None:
+            found = mixed(*read_directory(source, family), other, share, family)
+            save_merged(target, *found, dtype, max_shard_bytes)
         elif step is not None or dtype != "float32" or adapter:
             raise UserError(
                 f"--source={source} is a model directory: leave out --step, --dtype and --adapter."
@@ -125,6 +145,43 @@ def restored_policy(
     config = models.load_config(model, family)
     print(f"reading {folder}", flush=True)
     return restore_policy(folder, models.Policy(config), model), config, model
+
+
+def read_directory(
+    source: pathlib.Path, family: str
+) -> tuple[models.Params, models.DecoderConfig, pathlib.Path]:
+    """The parameters of a Hugging Face directory; see `restored_policy`."""
+    from semrl_jax import models
+
+    config = models.load_config(source, family)
+    return models.load_params(source, config), config, source
+
+
+def mixed(
+    params: models.Params,
+    config: models.DecoderConfig,
+    model: pathlib.Path,
+    other: str | None,
+    share: float,
+    family: str,
+) -> tuple[models.Params, models.DecoderConfig, pathlib.Path]:
+    """(1 - share) of the parameters and `share` of those of `other`, if it is given."""
+    if not other:
+        return params, config, model
+    import jax
+    import numpy as np
+
+    if not (pathlib.Path(other) / "config.json").is_file():
+        raise UserError(f"--other={other} is no Hugging Face directory; name one.")
+    theirs, found, _ = read_directory(pathlib.Path(other), family)
+    if found.hash != config.hash:
+        raise UserError(f"--other={other} has another architecture than the source; name another.")
+    weights = jax.tree.map(
+        lambda a, b: (1 - share) * np.asarray(a, np.float32) + share * np.asarray(b, np.float32),
+        params,
+        theirs,
+    )
+    return weights, config, model
 
 
 def export_adapter(

@@ -122,6 +122,9 @@ PPO = {
 WITH_VERL = {"shaping.target": "advantage", "hidden_states.source": "rollout"}
 
 
+REC = {"algorithms.loss.surrogate": "rec"}
+
+
 def estimator(name: str, **options: Any) -> Settings:
     found = {f"algorithms.advantage.{option}": value for option, value in options.items()}
     return {"algorithms.name": name} | found
@@ -160,6 +163,20 @@ METHODS = {
     "majority": {"rewards.majority": True},
     "dynamic sampling": {"algorithms.batch_rules.max_sampling_rounds": 20},
     **{name: {"data.curriculum": name} for name in ("learnability", "window", "replay")},
+    "REC-OneSide-NoIS": estimator("dr_grpo") | REC,
+    "REC-Ring-NoIS": estimator("dr_grpo") | REC | {"algorithms.loss.rec_range": "ring"},
+    "RED-Drop": estimator("red_drop") | NO_RATIO,
+    "RED-Weight": estimator("red_weight") | NO_RATIO,
+    "REAL, cross-entropy": estimator("sample_reinforcement", positive_weight=1.0)
+    | {"algorithms.loss.surrogate": "real", "algorithms.aggregation": "response_mean"},
+    "ScaleRL's loss": estimator("scale_rl")
+    | {
+        "algorithms.loss.surrogate": "cispo",
+        "algorithms.loss.clip_epsilon": 1.0,
+        "algorithms.loss.clip_epsilon_high": 3.0,
+    },
+    "SPO": estimator("single_stream"),
+    "DCPO": estimator("smooth_standardisation") | {"algorithms.loss.surrogate": "dcpo"},
 }
 # Lengths of `formats`.
 WAYS = {

@@ -28,6 +28,9 @@ With `Needs.state`, which is kept from step to step and in checkpoints, two more
 - `next_state(state, rewards, passes, response_mask, options)`: after a step, with the same names,
   shapes and dtypes (write 1.0, not 1).
 
+With `Needs.prompt_state` there is a state of each prompt: `first_state` gives that of one, and the
+functions above get the states of the prompts of the batch, with P as the first axis of each leaf.
+
 The functions are pure and run under `jax.jit`.
 """
 
@@ -51,6 +54,7 @@ from semrl_jax.support.modules import load_module, running
 
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
 PARTS_FOR = {"values": ("returns", "value_loss"), "state": ("first_state", "next_state")}
+PARTS_FOR["prompt_state"] = PARTS_FOR["state"]
 # Scalars of the update itself.
 RESERVED = {
     f"{model}/{name}"
@@ -84,6 +88,15 @@ class Needs(NamedTuple):
     positive_rewards: bool = False  # a reward below 0 ends the run
     given: bool = False  # for the loss, which tokens are of given responses
     given_apart: bool = False  # given responses do not count in the statistics of their groups
+    # `ref_logprobs` are the policy's own before the update, under the prompts of
+    # `data.teacher_input`; no reference is loaded for them.
+    own_teacher: bool = False
+    prompt_state: bool = False  # something that is kept of each prompt
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept from step to step."""
+        return self.state or self.prompt_state
 
 
 class Passes(NamedTuple):
@@ -154,11 +167,14 @@ class Algorithm:
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         return self.module.value_loss(values, **arrays, options=self.options)
 
-    def first_state(self) -> State:
-        """NumPy arrays; {} if the algorithm needs no state."""
-        if not self.needs.state:
+    def first_state(self, num_prompts: int = 0) -> State:
+        """NumPy arrays; {} if the algorithm needs no state. A state of prompts has one row each."""
+        if not self.needs.keeps:
             return {}
-        return jax.device_get(jax.tree.map(jnp.asarray, self.module.first_state(self.options)))
+        first = jax.device_get(jax.tree.map(jnp.asarray, self.module.first_state(self.options)))
+        if not self.needs.prompt_state:
+            return first
+        return jax.tree.map(lambda leaf: np.repeat(leaf[None], num_prompts, axis=0), first)
 
     def next_state(
         self,
@@ -170,7 +186,7 @@ class Algorithm:
         return self.module.next_state(state, rewards, passes, response_mask, self.options)
 
     def _with_state(self, function: Callable[..., Array], state: State | None) -> Callable:
-        return functools.partial(function, state=state) if self.needs.state else function
+        return functools.partial(function, state=state) if self.needs.keeps else function
 
 
 def read_options(
@@ -255,15 +271,16 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
             )
 
     size = 3 * group_size, 5  # of the batch
-    needed = (needs.early_old_logprobs, needs.early_reference, needs.values)
+    early = needs.early_reference or needs.own_teacher
+    needed = (needs.early_old_logprobs, early, needs.values)
     passes = Passes(*(of(*size) if is_needed else None for is_needed in needed))
     mask = of(*size, dtype=jnp.bool_)
     batch = of(3, group_size), passes, mask
     credited = of(3, group_size, *size[1:] * needs.turn_rewards), passes, mask
     state: State = {}
-    if needs.state:
+    if needs.keeps:
         with running(field, module, "first_state"):
-            first = algorithm.first_state()
+            first = algorithm.first_state(num_prompts=3)
         state = jax.tree.map(lambda leaf: of(*leaf.shape, dtype=leaf.dtype), first)
         with running(field, module, "next_state"):
             after = jax.eval_shape(
@@ -278,7 +295,7 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
                 f"{field}: next_state of {module.__name__} must keep the names, dtypes and shapes "
                 f"of first_state, {first}, but returns {then}."
             )
-    extra = {"state": state} if needs.state else {}
+    extra = {"state": state} if needs.keeps else {}
     for part in ("advantages", "returns")[: 1 + needs.values]:
         function = getattr(module, part)
         with running(field, module, part):

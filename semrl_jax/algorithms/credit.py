@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
 from semrl_jax.algorithms.given import without_given
@@ -57,6 +57,8 @@ class Tokens(NamedTuple):
     # At the last token of each turn, 0.0 elsewhere; read only with `Needs.turn_rewards`.
     turn_rewards: Float[Array, "B T"] | None = None
     given: Bool[Array, " B"] | None = None  # responses that nobody sampled; None: there are none
+    # Which prompt of the data each group answers; read only with `Needs.prompt_state`.
+    prompts: Int[Array, " P"] | None = None
 
 
 class Memory(NamedTuple):
@@ -96,12 +98,15 @@ def assign_credit(
       memory: before this step.
     """
     algorithm, shaping = rules.algorithm, vars(rules.shaping)
-    mask, (baselines, state), scalars = tokens.response_mask, memory, {}
+    mask, (baselines, kept), scalars = tokens.response_mask, memory, {}
     of_engine, sampled = mask, None  # None: all responses are sampled
     if tokens.given is not None:
         of_engine, sampled = mask & ~tokens.given[:, None], ~tokens.given.reshape(rewards.shape)
         # The shaping compares what the policy samples.
         metrics = {key: Measurement(x, ok & ~tokens.given) for key, (x, ok) in metrics.items()}
+    state = kept
+    if algorithm.needs.prompt_state:
+        state = jax.tree.map(lambda leaf: leaf[tokens.prompts], kept)
 
     def placed(rewards: Float[Array, "P G"]) -> Float[Array, "P G *tokens"]:
         """The rewards as the algorithm takes them: of responses, or of turns."""
@@ -136,10 +141,22 @@ def assign_credit(
     if has_indicators(metrics, rules.shaping.tracked):  # else the baselines stay unchanged
         mean_reward = rewards.mean(where=sampled)
         baselines = update_shaping_state(baselines, metrics, mean_reward=mean_reward, **shaping)
-    if algorithm.needs.state:
+    if algorithm.needs.keeps:
         scalars |= {f"algorithm/{name}": x for name, x in state.items() if jnp.ndim(x) == 0}
         state = algorithm.next_state(state, rewards, passes, tokens.response_mask)
+    if algorithm.needs.prompt_state:
+        state = with_rows(kept, tokens.prompts, state)
     return Credit(shaped, returns, mask, scalars, Memory(baselines, state))
+
+
+def with_rows(kept: State, rows: Int[Array, " P"], new: State) -> State:
+    """The leaves with new values at these rows; of equal rows, the last counts."""
+    again = jnp.triu(rows[:, None] == rows[None], 1).any(axis=1)
+
+    def placed(leaf: Array, values: Array) -> Array:
+        return leaf.at[jnp.where(again, len(leaf), rows)].set(values, mode="drop")
+
+    return jax.tree.map(placed, kept, new)
 
 
 def extent(prefix: str, values: Array, mask: Array) -> dict[str, Float[Array, ""]]:

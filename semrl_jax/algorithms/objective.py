@@ -23,7 +23,9 @@ from semrl_jax.support.fields import setting
 class Objective(Bounds, losses.Aggregation, TurnCredit):
     """Settings of the objective, see `losses.policy_loss`, and of credit."""
 
-    surrogate: str = setting("clip", "Loss of a token: clip, gspo, dcpo, cispo, reinforce or opmd")
+    surrogate: str = setting(
+        "clip", "Loss of a token: clip, gspo, dcpo, cispo, reinforce, opmd, rec or real"
+    )
     kl_coefficient: float = setting(
         0.001, "weight of the KL penalty; 0: no reference is loaded", at_least=0
     )

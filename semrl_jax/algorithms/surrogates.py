@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from semrl_jax.support.choices import REC_RANGES
 from semrl_jax.support.fields import setting
 
 MAX_LOG_RATIO = 20.0
@@ -44,6 +45,15 @@ class Bounds:
     clip_epsilon_high: float = setting(0.0, "how far a ratio may rise above 1; 0: as far as below")
     dual_clip: float = setting(0.0, "largest ratio at a negative advantage; 0: no limit")
     opmd_tau: float = setting(1.0, "strength of OPMD's regulariser", above=0)
+    rec_range: str = setting("one_side", "rec: ratios that count", choices=REC_RANGES)
+    rec_weighted: bool = setting(False, "rec: True: the ratio multiplies the gradient")
+    rec_far_low: float = setting(
+        0.6, "rec, ring: distance below 1 from which a positive advantage counts", within="(0, 1]"
+    )
+    rec_far_high: float = setting(
+        2.0, "rec, ring: distance above 1 from which a negative advantage counts", above=0
+    )
+    real_tau: float = setting(0.5, "real: log-ratio over which the gradient fades", above=0)
 
     @property
     def high(self) -> float:
@@ -103,12 +113,8 @@ def gspo(tokens: Tokens, bounds: Bounds) -> Terms:
 
     Source: arXiv:2507.18071; bounds there 3e-4 and 4e-4.
     """
-    ids = tokens.sequence_ids
-    log_ratio = jax.lax.stop_gradient(tokens.log_ratio())
-    lengths = sum_over_sequences(jnp.ones_like(log_ratio), ids)
-    mean = sum_over_sequences(log_ratio, ids) / jnp.maximum(lengths, 1.0)
-    own = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
-    return _clipped(tokens, mean + own, 1 - bounds.clip_epsilon, 1 + bounds.high, bounds)
+    log_ratio = _of_response(tokens)
+    return _clipped(tokens, log_ratio, 1 - bounds.clip_epsilon, 1 + bounds.high, bounds)
 
 
 def dcpo(tokens: Tokens, bounds: Bounds) -> Terms:
@@ -162,6 +168,45 @@ def opmd(tokens: Tokens, bounds: Bounds) -> Terms:
     return loss, jnp.zeros(loss.shape, bool)
 
 
+def rec(tokens: Tokens, bounds: Bounds) -> Terms:
+    """-A w logprobs if r counts, else 0; w is 1, or sg(r) with `rec_weighted`.
+
+    `rec_range` says which r count. "one_side": r <= 1 + clip_epsilon_high for A > 0, r >= 1 -
+    clip_epsilon for A < 0. "two_side": both bounds for both signs. "ring": as "two_side", and r <=
+    1 - rec_far_low for A > 0, r >= 1 + rec_far_high for A < 0, where the step leads back. The first
+    with `rec_weighted` has the gradient of `clip`.
+
+    Source: arXiv:2509.24203 (REC-OneSide, REC-TwoSide, REC-Ring) and its code in Trinity-RFT.
+    Bounds there 0.2, or 0.6 and 2.0. With `dr_grpo`: no division by the deviation.
+    """
+    ratio, advantages = _ratio(jax.lax.stop_gradient(tokens.log_ratio())), tokens.advantages
+    above, below = ratio > 1 + bounds.high, ratio < 1 - bounds.clip_epsilon
+    positive, negative = advantages > 0, advantages < 0
+    outside = (above & positive) | (below & negative)
+    if bounds.rec_range != "one_side":
+        outside = (above | below) & (positive | negative)
+    if bounds.rec_range == "ring":
+        outside &= ~(positive & (ratio <= 1 - bounds.rec_far_low))
+        outside &= ~(negative & (ratio >= 1 + bounds.rec_far_high))
+    weight = ratio if bounds.rec_weighted else 1.0
+    return jnp.where(outside, 0.0, -advantages * weight * tokens.logprobs), outside
+
+
+def real(tokens: Tokens, bounds: Bounds) -> Terms:
+    """|A| log(1 + exp(-sign(A) s / real_tau)), s the mean of log r over the response.
+
+    The sign of A is a label, which s predicts: the gradient fades once s agrees with it, and is at
+    most |A| / real_tau. The gradient of s is spread over the tokens as in `gspo`.
+
+    Source: arXiv:2602.05630, the binary cross-entropy, real_tau 0.5, responses with A = 1 or -1:
+    `sample_reinforcement` with weights 1 and `aggregation="response_mean"`. The softmax over a
+    group of REAL itself needs the log-ratios of all its responses in one micro-batch.
+    """
+    margin = jnp.sign(tokens.advantages) * _of_response(tokens) / bounds.real_tau
+    loss = jnp.abs(tokens.advantages) * jax.nn.softplus(-margin)
+    return loss, jnp.zeros(loss.shape, bool)
+
+
 SURROGATES = {
     "clip": Surrogate(clip),
     "gspo": Surrogate(gspo, sequence_ids=True),
@@ -169,7 +214,17 @@ SURROGATES = {
     "cispo": Surrogate(cispo),
     "reinforce": Surrogate(reinforce, old_logprobs=False),
     "opmd": Surrogate(opmd, sequence_ids=True),
+    "rec": Surrogate(rec),
+    "real": Surrogate(real, sequence_ids=True),
 }
+
+
+def _of_response(tokens):
+    """The mean of log r over each response, with the gradient of the token's own log r."""
+    ids, log_ratio = tokens.sequence_ids, jax.lax.stop_gradient(tokens.log_ratio())
+    lengths = sum_over_sequences(jnp.ones_like(log_ratio), ids)
+    mean = sum_over_sequences(log_ratio, ids) / jnp.maximum(lengths, 1.0)
+    return mean + tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
 
 
 def _ratio(log_ratio):

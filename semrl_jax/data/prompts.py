@@ -62,6 +62,12 @@ class PromptDataset:
         return len(self.examples)
 
     @functools.cached_property
+    def numbers(self) -> dict[bytes, int]:
+        """Number of each different prompt, by the bytes of its token ids, in order."""
+        keys = (np.ascontiguousarray(e.prompt_ids, np.int32).tobytes() for e in self.examples)
+        return {key: number for number, key in enumerate(dict.fromkeys(keys))}
+
+    @functools.cached_property
     def sources(self) -> tuple[str, ...]:
         return tuple(example.data_source for example in self.examples)
 

@@ -159,6 +159,7 @@ def _training(
     summed = 2 * 4 * trained / fsdp * (1 - 1 / replica)
     held = sum(sizes.get(kind, 0) for kind in ("parameters", "adapters", "optimiser", "gradients"))
     references = {kind: int(plan.reference == kind) for kind in (UPDATE, PASS)}
+    references[PASS] += plan.own_teacher
     update = _times(
         where,
         mesh.shape,

@@ -93,11 +93,12 @@ class VerifierPool:
 
     @classmethod
     def of(cls, rewards: Section) -> VerifierPool:
-        """The verifiers of `config.rewards`, without its reward model."""
+        """The verifiers of `config.rewards`, without what acts on their verdicts."""
         options = rewards.to_dict()
         verifiers, _ = split_functions(reward_functions(options["functions"]))
         options["functions"] = tuple(function.entry for function in verifiers)
-        del options["shuffle"], options["majority"], options["model"]
+        for later in ("shuffle", "majority", "model", "probability_after"):
+            del options[later]
         return cls(**options)
 
     def __enter__(self) -> VerifierPool:

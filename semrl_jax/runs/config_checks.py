@@ -123,16 +123,20 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"algorithms.batch_rules.max_sampling_rounds={rounds} keeps groups with unequal "
             f"rewards; raise rollout.group_size={rollout.group_size}, or set it to 0."
         )
-    if rounds and rules.keep_groups_by == "reward" and config.rewards.model.path:
-        raise UserError(
-            f"algorithms.batch_rules.max_sampling_rounds={rounds} needs rewards before those of "
-            "rewards.model come; set batch_rules.keep_groups_by='correctness'."
-        )
+    late = {"model": config.rewards.model.path}
+    late["probability_after"] = config.rewards.probability_after
+    for name, value in late.items():
+        if rounds and rules.keep_groups_by == "reward" and value:
+            raise UserError(
+                f"algorithms.batch_rules.max_sampling_rounds={rounds} needs rewards before those "
+                f"of rewards.{name} come; set batch_rules.keep_groups_by='correctness'."
+            )
 
 
 def remarks(config: ml_collections.ConfigDict) -> list[str]:
     """Lines about settings that are possible and rarely meant, after `validate`."""
-    if config.algorithms.name == "distillation" and not config.model.reference_path:
+    distils = config.algorithms.name == "distillation"
+    if distils and not (config.model.reference_path or config.data.teacher_input):
         return [
             "warning: algorithms.name='distillation' without model.reference_path: the teacher is "
             "the policy at the start, so there is nothing to learn from it."
@@ -170,6 +174,8 @@ def method_line(config: ml_collections.ConfigDict) -> str:
             parts.append(f"{name} {value}")
     if rewards.majority:
         parts.append("majority rewards")
+    elif rewards.probability_after:
+        parts.append("rewards are probabilities of the reference answer")
     elif _is_scored_by_math(config):
         parts.append(f"{rewards.unboxed_penalty:g} if wrong and unboxed")
     return f"method: {', '.join(parts)}"
@@ -179,6 +185,7 @@ def _is_scored_by_math(config: ml_collections.ConfigDict) -> bool:
     """Whether the verifier `math` gives the rewards, with its penalties."""
     rewards = config.rewards
     others = rewards.functions or config.environment.name or rewards.majority
+    others = others or rewards.probability_after
     is_math = rewards.function in ("", "math") and not others
     return is_math and rewards.mode == "independent"
 
@@ -240,6 +247,10 @@ def _check_environment(config: ml_collections.ConfigDict) -> None:
          "leave it out: the environment gives the rewards"),
         ("rewards.majority", True, not rewards.majority,
          "leave it out: the environment gives the rewards"),
+        ("rewards.probability_after", rewards.probability_after, not rewards.probability_after,
+         "leave it out: the environment gives the rewards"),
+        ("data.teacher_input", data.teacher_input, not data.teacher_input,
+         "leave it out: an episode has several messages"),
         ("rollout.in_flight", config.rollout.in_flight, num_parts(config.rollout) == 1,
          "set it to 'wait': with this max_staleness, responses are sampled in parts"),
         ("metrics.placement", "rollout", config.metrics.placement == "trainer", one_turn),

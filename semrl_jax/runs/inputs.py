@@ -13,6 +13,7 @@ from semrl_jax.models.of_config import ReferenceFiles
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.training.passes import PassPlan
 from semrl_jax.training.reward_model import RewardModelFiles
+from semrl_jax.training.teacher_prompts import TeacherPrompts
 
 
 class Inputs(NamedTuple):
@@ -34,6 +35,7 @@ class Inputs(NamedTuple):
     lora: models.Lora | None
     adapter: models.Params | None  # that training starts from; None: a new one
     prefix: list[int]  # special tokens before a training prompt
+    teacher: TeacherPrompts | None  # prompts of the reference; None: the policy's
 
     def hashes(self) -> dict[str, str]:
         """Hash by name of the input."""

@@ -71,8 +71,10 @@ from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
 from semrl_jax.training.offload import check_gives_back, check_offload, drop, host_copies, is_away
 from semrl_jax.training.passes import NONE, UPDATE, PassPlan
+from semrl_jax.training.probability_reward import ProbabilityReward
 from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
+from semrl_jax.training.teacher_prompts import TeacherPrompts
 from semrl_jax.training.train_state import TrainState
 
 T = TypeVar("T")
@@ -197,7 +199,18 @@ def check_inputs(
     if algorithm.needs.exact_kl and plan.reference != UPDATE:
         raise UserError(
             "algorithms.loss.kl_estimator='exact' compares policy and reference in the update, "
-            "which has the reference only without training.offload='reference'; remove one."
+            "which has the reference only without training.offload='reference' and "
+            "data.teacher_input; remove one."
+        )
+    if plan.own_teacher and not config.data.teacher_input:
+        raise UserError(
+            "algorithms.advantage.teacher='policy' needs data.teacher_input: without it, teacher "
+            "and policy are equal."
+        )
+    if (text := config.data.teacher_input) and plan.reference == NONE and not plan.own_teacher:
+        raise UserError(
+            f"data.teacher_input={text!r:.200} is not read: algorithms.name="
+            f"{config.algorithms.name!r} with these settings has no reference; remove it."
         )
     check_memory(config, policy.config, lora)
     if is_embedded(config):
@@ -264,6 +277,7 @@ def check_inputs(
         prefix=data.special_prefix(
             tokenizer, prompts.examples[0].template, config.data.add_special_tokens
         ),
+        teacher=TeacherPrompts.of(config, tokenizer, prompts, policy.config),
     )
 
 
@@ -401,6 +415,9 @@ def open_run(
             reference=reference,
             num_seen=len(inputs.prompts) if inputs.prompts.curriculum else 0,
             reference_policy=None if inputs.reference is None else inputs.reference.model,
+            teacher=inputs.teacher,
+            prompt_numbers=inputs.prompts.numbers if inputs.algorithm.needs.prompt_state else {},
+            probability=ProbabilityReward.of(config, tokenizer, policy.config),
             optimizer=optimizer_of(config, "training"),
             pad_token_id=tokenizer.pad_token_id,
             peers=peers,

@@ -135,7 +135,7 @@ def prompts_of_files(
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
-        keep_questions=config.rewards.model.tokenizer == "own",
+        keep_questions=config.rewards.model.tokenizer == "own" or bool(config.data.teacher_input),
         skip_bad_rows=config.data.skip_bad_rows,
         report=report,
         num_rows=num_rows,

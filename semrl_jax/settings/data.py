@@ -58,6 +58,11 @@ class Data:
         "with {input}, or its file; docs/data.md",
         may_change=True,
     )
+    teacher_input: str = setting(
+        "",
+        "Text with {input} and {answer} that the reference, as a teacher, reads in place of the "
+        "question; empty: it reads what the policy reads. docs/algorithms.md",
+    )
     system_prompt: str = setting("", "system prompt for the template chat")
     # Without effect for many tokenizers, so a resumed run compares the prompts instead.
     add_special_tokens: bool = setting(
@@ -73,6 +78,10 @@ def check(data: Section) -> None:
     from semrl_jax.data.prompt_rows import check_row_format
 
     check_row_format(data["row_format"])
+    if (text := data["teacher_input"]) and not ("{input}" in text and "{answer}" in text):
+        raise UserError(
+            f"data.teacher_input={text!r:.200} must contain {{input}} and {{answer}}, or be empty."
+        )
     sources(data["reasoning_gym"])
     if find_curriculum(data["curriculum"]) and not data["shuffle"]:
         raise UserError(

@@ -71,6 +71,11 @@ class Rewards:
     num_workers: int = setting(
         2, "processes that run verifiers", "processes", above=0, at_most=1024, may_change=True
     )
+    probability_after: str = setting(
+        "",
+        "A mark such as <answer>: the reward is the probability that the policy gives to the "
+        "reference answer after the last mark of a response (RLPR); empty: the verifier's score",
+    )
     majority: bool = setting(
         False,
         "True: reward 1 for the answer of most of its group, else 0 (TTRL); references count "
@@ -95,6 +100,11 @@ def check(rewards: Section) -> None:
         raise UserError(
             "rewards.majority=True rewards the answers alone, so rewards.model.path="
             f"{model['path']!r} would not count; remove one of them."
+        )
+    if (mark := rewards["probability_after"]) and (rewards["majority"] or model["path"]):
+        raise UserError(
+            f"rewards.probability_after={mark!r:.100} gives the rewards alone; remove it, or "
+            "rewards.majority and rewards.model.path."
         )
     if model["tokenizer"] == "policy" and (model["chat_template"] or model["max_tokens"]):
         name = "chat_template" if model["chat_template"] else "max_tokens"

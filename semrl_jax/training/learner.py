@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from semrl_jax import models
-from semrl_jax.algorithms.algorithm import Algorithm, Passes
+from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.data.curricula import PromptHistory
@@ -34,8 +34,10 @@ from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import RowPlan, row_plan
 from semrl_jax.training.passes import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.policy_update import PolicyLoss, TokenPass, batch_logprobs
+from semrl_jax.training.probability_reward import ProbabilityReward
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
+from semrl_jax.training.teacher_prompts import TeacherPrompts
 from semrl_jax.training.train_state import POLICY, Trained, TrainState
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all, update_number
 from semrl_jax.training.work import batch_products
@@ -87,6 +89,10 @@ class Learner:
     base: models.Base | None = None  # of the adapters, which are then `state.params`
     num_seen: int = 0  # prompts of a curriculum
     reference_policy: models.Policy | None = None  # architecture of the reference; None: its own
+    # Number of each prompt of the data, by the bytes of its token ids; {} if nothing reads it.
+    prompt_numbers: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
+    probability: ProbabilityReward | None = None  # in place of the verifier's scores
+    teacher: TeacherPrompts | None = None  # prompts of the reference; None: the policy's
 
     @functools.cached_property
     def trainees(self) -> tuple[Trainee, ...]:
@@ -196,8 +202,24 @@ class Learner:
             routed_experts=self.policy.config.routed_experts if rollout.router_replay else (),
         )
 
-    def judged(self, scored: Scored, batch: RolloutBatch, clock: Clock) -> Scored:
-        """The responses with the scores of a reward model, if there is one."""
+    def prompts_of(self, scored: Scored) -> Int[np.ndarray, " P"] | None:
+        """The number of the prompt of each group, int32; None if nothing reads it."""
+        if not self.prompt_numbers:
+            return None
+        firsts = range(0, len(scored), self.config.rollout.group_size)
+        prompts = [np.ascontiguousarray(scored[i].rollout.prompt_ids, np.int32) for i in firsts]
+        return np.array([self.prompt_numbers[ids.tobytes()] for ids in prompts], np.int32)
+
+    def judged(
+        self, state: TrainState, scored: Scored, batch: RolloutBatch, clock: Clock
+    ) -> Scored:
+        """The responses with the scores of a reward model or of the policy itself, if any."""
+        if self.probability is not None:
+            with clock("reward_model"):
+                whole = self.whole(state.params)
+                return self.probability.judged(
+                    scored, lambda asked: self.logprobs(whole, asked).logprobs
+                )
         if self.reward_model is None:
             return scored
         with clock("reward_model"):
@@ -214,10 +236,13 @@ class Learner:
             with clock("old_logprobs"):
                 also = {"with_states": needs.states, "with_entropies": needs.entropies}
                 old = self.logprobs(self.whole(state.params), batch, replays=True, **also)
-        if plan.reference == PASS:
+        if plan.reference == PASS or plan.own_teacher:
             with clock("ref_logprobs"):
-                params, policy = fetched(self.reference), self.reference_policy
-                reference = self.logprobs(params, batch, policy=policy or self.policy).logprobs
+                params, policy = self.whole(state.params), self.policy
+                if not plan.own_teacher:
+                    params, policy = fetched(self.reference), self.reference_policy or policy
+                read = batch if self.teacher is None else self.teacher.batch(batch)
+                reference = self.logprobs(params, read, policy=policy).logprobs
         if plan.values:
             with clock("values"):
                 values = self.values(state.critic.params, batch)
@@ -324,7 +349,9 @@ class Learner:
             return batch_products(architecture, batch, num_adapters=adapters, head=head)
 
         own = forward(self.policy.config, head=True)
-        reference = (plan.reference == PASS) + epochs * (plan.reference == UPDATE)
+        reference = (plan.reference == PASS or plan.own_teacher) + epochs * (
+            plan.reference == UPDATE
+        )
         of_reference = own.forward - own.adapters
         if (other := self.reference_policy) is not None:
             of_reference = batch_products(other.config, batch, head=True).forward
@@ -358,7 +385,7 @@ class Learner:
             state = state.with_trained(trainee.name, trained)
         weights = train_state.abstract_copied(shapes, self._kept_dtype, self.mesh)
         return state._replace(
-            algorithm=train_state.abstract_everywhere(self.algorithm.first_state(), self.mesh),
+            algorithm=train_state.abstract_everywhere(self._first_memory, self.mesh),
             earlier=(weights,) * num_earlier(self.config.rollout),
             seen=train_state.abstract_everywhere(self._first_seen, self.mesh),
         )
@@ -383,9 +410,13 @@ class Learner:
         count, earlier = num_earlier(self.config.rollout), ()
         if count:
             earlier = (train_state.copied(state.params, self._kept_dtype),) * count
-        first = train_state.everywhere(self.algorithm.first_state(), self.mesh)
+        first = train_state.everywhere(self._first_memory, self.mesh)
         seen = train_state.everywhere(self._first_seen, self.mesh)
         return state._replace(algorithm=first, earlier=earlier, seen=seen)
+
+    @property
+    def _first_memory(self) -> State:
+        return self.algorithm.first_state(len(self.prompt_numbers))
 
     @property
     def _first_seen(self) -> dict[str, np.ndarray]:

@@ -70,7 +70,7 @@ def run_steps(
         scored, position, sampled = source.next(step, state.prompts, clock)
         here, trained = learner.at_work(state, clock)
         batch = here.batch([item.rollout for item in scored])
-        scored = here.judged(scored, batch, clock)
+        scored = here.judged(trained, scored, batch, clock)
         rewards = group_rewards(scored, config, step)
         of_turns = None
         if learner.algorithm.needs.turn_rewards:
@@ -90,7 +90,7 @@ def run_steps(
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
-            tokens = credited_tokens(batch, scored, of_turns)
+            tokens = credited_tokens(batch, scored, of_turns, learner.prompts_of(scored))
             metrics = seen.scored.metrics
             credit = assign_credit(rules, rewards, metrics, arrays, tokens, state.memory)
             # In one transfer.

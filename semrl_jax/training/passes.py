@@ -41,6 +41,8 @@ class PassPlan:
     # pass, which has the same parameters if a step has one update.
     old: str
     reference: str  # who computes `ref_logprobs`: NONE, a PASS before the update, or the UPDATE
+    # Whether `ref_logprobs` come from a PASS of the policy itself under the teacher's prompts.
+    own_teacher: bool
     values: bool  # whether a critic gives values
     states: bool  # whether the policy's own states are measured in every step
     importance: Options  # options of `importance_weights`; empty: no correction
@@ -66,12 +68,14 @@ class PassPlan:
         # An offloaded reference has a pass of its own: it is not on the device during the update.
         is_away = needs.reference and "reference" in config.training.offload
         reference = UPDATE if needs.reference else NONE
-        if needs.early_reference or is_away:
+        # The update reads the policy's prompts.
+        if needs.early_reference or is_away or (needs.reference and config.data.teacher_input):
             reference = PASS
         corrects = PASS if old == PASS else UPDATE
         return cls(
             old=old,
             reference=reference,
+            own_teacher=needs.own_teacher,
             values=needs.values,
             states=config.hidden_states.source == "policy",
             importance=() if level == "none" else tuple(importance.items()),

@@ -92,11 +92,12 @@ def credited_tokens(
     batch: RolloutBatch,
     scored: Sequence[ScoredRollout],
     turn_rewards: Sequence[Float[np.ndarray, " _"]] | None = None,
+    prompts: Int[np.ndarray, " P"] | None = None,
 ) -> Tokens:
-    """What `assign_credit` reads of a batch; `turn_rewards` are of each response, if needed."""
+    """What `assign_credit` reads of a batch; the last two, of responses and groups, if needed."""
     mask = batch.response_mask
     truncated = np.array([item.rollout.finish_reason == "length" for item in scored])
-    tokens = Tokens(mask, truncated, batch.rollout_logprobs, given=batch.given)
+    tokens = Tokens(mask, truncated, batch.rollout_logprobs, given=batch.given, prompts=prompts)
     if turn_rewards is None:
         return tokens
     placed = np.zeros(mask.shape, np.float32)

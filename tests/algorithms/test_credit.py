@@ -23,6 +23,31 @@ def credit_of(config, rewards, metrics, mask, baselines, passes=NOTHING, **token
     return assign_credit(rules, rewards, metrics, passes, tokens, memory)
 
 
+def test_a_state_of_prompts_is_that_of_the_prompts_of_the_batch(config):
+    """Prompts 3 and 1 of four; then prompt 3 twice, of which the last group counts."""
+    config.algorithms.name, config.shaping.target = "single_stream", "none"
+    algorithm = load_algorithm(config.algorithms.to_dict())
+    rules = credit_rules(algorithm, config, PassPlan.of(algorithm, config))
+    memory = Memory(init_shaping_state(), algorithm.first_state(num_prompts=4))
+
+    def credit(rewards, prompts):
+        nonlocal memory
+        tokens = Tokens(MASK, np.zeros(8, bool), prompts=np.array(prompts, np.int32))
+        found = assign_credit(rules, np.float32(rewards), {}, NOTHING, tokens, memory)
+        memory = found.memory
+        return np.asarray(found.advantages)[:, 0].reshape(2, 4)
+
+    first = credit(REWARDS, [3, 1])
+    np.testing.assert_allclose(memory.algorithm["rewards"], [0, 10, 0, 5], rtol=1e-6)
+    np.testing.assert_allclose(memory.algorithm["weights"], [0, 10, 0, 10], rtol=1e-6)
+    # The mean of the batch is the baseline of a first visit: 0.75.
+    assert (np.sign(first) == np.sign(REWARDS - 0.75)).all()
+    second = credit([[1, 1, 1, 1], [0, 0, 0, 0]], [3, 3])
+    assert (second[0] == -second[1]).all()
+    np.testing.assert_allclose(memory.algorithm["rewards"], [0, 10, 0, 4.5], rtol=1e-6)
+    np.testing.assert_allclose(memory.algorithm["weights"], [0, 10, 0, 13], rtol=1e-6)
+
+
 def baselines_after(config, rewards, metrics, mask=None):
     """The baselines after a first step."""
     mask = np.ones((rewards.size, 3), bool) if mask is None else mask

@@ -93,9 +93,20 @@ def noisy_rewards(r, lengths, fp=0.0, fn=0.0):
     return rloo(((r > 0) - fp) / (1 - fp - fn), lengths)
 
 
+def red_drop(r, lengths):
+    wrong = [i for i, x in enumerate(r) if x < r.mean()]
+    kept = [i for i in range(len(r)) if i not in wrong[len(r) - len(wrong) :]]
+    return np.array([r[i] - np.mean(r[kept]) if i in kept else 0 for i in range(len(r))])
+
+
+def red_weight(r, lengths):
+    a = r - r.mean()
+    return a * np.exp(a / 1.0)
+
+
 ORACLES = (
     dr_grpo, rloo, opo, quantile_baseline, max_likelihood, sample_reinforcement, asymre,
-    noisy_rewards,
+    noisy_rewards, red_drop, red_weight,
 )  # fmt: skip
 
 
@@ -112,12 +123,17 @@ def test_advantages_match_float64(expected, seed):
 
 def test_every_algorithm_has_an_oracle():
     others = {"distillation", "dpo", "grpo", "pacs", "ppo", "reinforce", "reinforce_plus_plus"}
+    others |= {"scale_rl", "single_stream", "smooth_standardisation"}
     assert {f.__name__ for f in ORACLES} | others == set(NAMES)
 
 
 @pytest.mark.parametrize(
-    "name", ["dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood", "noisy_rewards"]
-)
+    "name",
+    [
+        "dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood", "noisy_rewards",
+        "red_drop", "red_weight", "scale_rl",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("value", [0.1, 0.7, 1.0])
 def test_equal_rewards_have_no_advantage(name, value):
     np.testing.assert_array_equal(per_response(name, np.full((2, 4), value)), 0.0)
@@ -126,7 +142,7 @@ def test_equal_rewards_have_no_advantage(name, value):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_largest_rewards_have_finite_advantages(name):
     largest = np.where(np.arange(8).reshape(2, 4) % 3, -MAX_SCORE, MAX_SCORE).astype(np.float32)
-    state = {"rewards": np.float32(0), "weights": np.float32(0)} if name == "reinforce" else None
+    state = algorithm(name).first_state(num_prompts=2) or None
     zeros = np.zeros(MASK.shape, np.float32)
     found = advantages_of(name)(largest, passes=Passes(zeros, zeros, zeros), state=state)
     assert np.isfinite(np.square(found)).all()
@@ -138,6 +154,21 @@ def test_a_quantile_keeps_one_side_of_a_group(quantile, correct, sign):
     rewards = np.tile(np.arange(4) < correct, (2, 1)).astype(float)
     found = per_response("quantile_baseline", rewards, quantile=quantile)
     assert (np.sign(found) == np.where(rewards == (sign > 0), sign, 0)).all()
+
+
+@given(seed=seeds)
+def test_scale_rl_is_a_mean_over_the_groups_that_differ(seed):
+    """Advantages times the weights of `token_mean` are those of a mean over prompts."""
+    rewards = np.random.default_rng(seed).choice([0.0, 0.5, 1.0], size=(2, 4))
+    rewards[1] = 1.0 if seed % 2 else rewards[1]
+    differ = [p for p in range(2) if np.ptp(rewards[p]) > 0]
+    a = [rewards[p] - rewards[p].mean() for p in differ]
+    std = np.sqrt(np.sum(np.square(a)) / max(4 * len(a), 1)) + 1e-6
+    wanted = np.zeros((2, 4))
+    for p, row in zip(differ, a):
+        wanted[p] = row / std / len(differ) / LENGTHS[p].sum()
+    found = per_response("scale_rl", rewards) / MASK.sum()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.6])
@@ -428,7 +459,66 @@ def test_the_running_baseline_is_the_weighted_mean_of_earlier_steps(rate):
         means.append(float(rewards.mean()))
 
 
+def test_smooth_standardisation_matches_the_statistics_of_all_visits():
+    """arXiv:2509.02333: over all responses to a prompt so far, in the weights of its code."""
+    rng = np.random.default_rng(0)
+    name, visits = "smooth_standardisation", []
+    state = algorithm(name).first_state(num_prompts=2)
+    for step in range(5):
+        rewards = rng.choice([0.0, 0.3, 1.0], size=(2, 4))
+        rewards[:, 1:] = rewards[:, :1] if step == 3 else rewards[:, 1:]  # two equal groups
+        visits.append(rewards)
+        i = len(visits)
+        found = np.asarray(advantages_of(name)(np.float32(rewards), state=state))
+        for p in range(2):
+            groups = np.array(visits)[:, p]
+            variance = groups.var(axis=1, ddof=1).mean() + groups.mean(axis=1).var()
+            a = (rewards[p] - rewards[p].mean()) / (rewards[p].std(ddof=1) + 1e-6)
+            b = (rewards[p] - groups.mean()) / (np.sqrt(variance) + 1e-6)
+            pair = np.array([((i - 1) * a + b) / i, (a + (i - 1) * b) / i])
+            wanted = np.take_along_axis(pair, np.abs(pair).argmin(axis=0)[None], axis=0)[0]
+            if step == 3:
+                np.testing.assert_allclose(wanted, b / i, rtol=1e-6)
+            rows = found[4 * p : 4 * p + 4]
+            np.testing.assert_allclose(
+                rows, np.where(MASK[4 * p : 4 * p + 4], wanted[:, None], 0), rtol=1e-4, atol=1e-5
+            )
+        state = part_of("next_state", name)(state, np.float32(rewards), Passes(), MASK)
+
+
+def test_equal_rewards_of_all_visits_have_no_smooth_advantage():
+    state = algorithm("smooth_standardisation").first_state(num_prompts=2)
+    rewards = np.full((2, 4), 0.7, np.float32)
+    for _ in range(3):
+        found = advantages_of("smooth_standardisation")(rewards, state=state)
+        np.testing.assert_array_equal(found, 0.0)
+        state = part_of("next_state", "smooth_standardisation")(state, rewards, Passes(), MASK)
+
+
+def test_a_single_stream_has_the_baseline_of_each_prompt():
+    rng = np.random.default_rng(0)
+    kept, name = 0.75, "single_stream"
+    state = algorithm(name, prompt_memory=kept).first_state(num_prompts=8)
+    sums, weights = np.zeros(8), np.zeros(8)
+    for step in range(4):
+        rewards = rng.choice([0.0, 1.0], size=(8, 1))
+        v = np.where(weights > 0, sums / np.maximum(weights, 1), rewards.mean())
+        a = np.repeat(rewards[:, 0] - v, 5).reshape(8, 5)
+        wanted = np.where(MASK, (a - a[MASK].mean()) / np.sqrt(a[MASK].var(ddof=1) + 1e-8), 0)
+        found = advantages_of(name, prompt_memory=kept)(np.float32(rewards), state=state)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        factor = 4.0 if step == 0 else 1.0  # the first visit: 1 / (1 - 0.75)
+        sums, weights = kept * sums + factor * rewards[:, 0], kept * weights + factor
+        after = part_of("next_state", name, prompt_memory=kept)
+        state = after(state, np.float32(rewards), Passes(), MASK)
+    np.testing.assert_allclose(state["weights"], weights, rtol=1e-6)
+
+
 def test_needs_follow_the_options():
+    assert algorithm("single_stream", surrogate="reinforce", kl_coefficient=0.0).needs == Needs(
+        prompt_state=True
+    )
+    assert algorithm("smooth_standardisation").needs.groups
     assert algorithm("grpo").needs == Needs(True, True, True)
     whole = algorithm("rloo", surrogate="gspo", kl_coefficient=0.0).needs
     assert whole == Needs(groups=True, old_logprobs=True, sequence_ids=True)
@@ -446,6 +536,8 @@ def test_needs_follow_the_options():
     assert kl.needs == Needs(
         old_logprobs=True, reference=True, early_old_logprobs=True, early_reference=True
     )
+    own = algorithm("distillation", teacher="policy", kl_coefficient=0.0).needs
+    assert own == Needs(old_logprobs=True, early_old_logprobs=True, own_teacher=True)
     critic = algorithm("ppo", kl_coefficient=0.0)
     assert critic.needs == Needs(old_logprobs=True, values=True)
     assert algorithm("reinforce").needs == Needs(old_logprobs=True, reference=True, state=True)
@@ -494,6 +586,9 @@ def test_needs_follow_the_options():
             {"quantile": 0.3},
             "advantage.quantile=0.3 is no option of algorithms.name='grpo'",
         ),
+        ("distillation", {"teacher": "policy"}, "loss.kl_coefficient=0.001 must be 0 with teach"),
+        ("red_weight", {"weight_temperature": 0.0}, "advantage.weight_temperature=0.0 must be ab"),
+        ("grpo", {"rec_range": "both"}, "loss.rec_range='both' must be one of 'one_side', 'two"),
         ("ppo", {"value_clip": 0.0}, "loss.value_clip=0.0 must be above 0"),
         ("ppo", {"gae_lambda": 1.5}, r"advantage.gae_lambda=1.5 must be in \[0, 1\]"),
         ("ppo", {"kl_target": 0.1}, "advantage.kl_target=0.1 must .* there is nothing to adapt"),

@@ -17,7 +17,8 @@ MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
 MASK[[0, 5], 2] = False  # two turns
 TURNS = np.where(np.arange(5) == 1, 0.25, 0).astype(np.float32) * MASK
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
-OPD, GSPO = ({"loss.surrogate": name} for name in ("opmd", "gspo"))
+OPD, GSPO, REC, REAL = ({"loss.surrogate": name} for name in ("opmd", "gspo", "rec", "real"))
+RING = REC | {"loss.rec_range": "ring"}
 PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
 NOISY, TEACHER = {"name": "noisy_rewards"}, {"name": "distillation"}
 PLUS = {"name": "reinforce_plus_plus", "loss.kl_coefficient": 0.0}
@@ -45,11 +46,13 @@ CHANGES = {
     "advantage.reward_weight": (0.5, TEACHER),
     "advantage.reward_beta": (0.5, {"name": "dpo"}),
     "advantage.baseline_shift": (0.3, {"name": "asymre"}),
+    "advantage.weight_temperature": (0.5, {"name": "red_weight"}),
     "advantage.group_baseline": (True, PLUS),
     "advantage.kl_reward_coefficient": (0.5, PLUS),
     "advantage.kl_reward_estimator": ("abs", PPO),
     "advantage.kl_target": (0.1, PPO),
     "advantage.kl_horizon": (20, ADAPTIVE),
+    "advantage.prompt_memory": (0.5, {"name": "single_stream"}),
     "advantage.baseline_rate": (0.5, {"name": "reinforce"}),
     "advantage.gamma": (0.5, PPO),
     "advantage.gae_lambda": (0.5, PPO),
@@ -59,6 +62,11 @@ CHANGES = {
     "loss.clip_epsilon_high": (0.9, {}),
     "loss.dual_clip": (1.01, {}),
     "loss.opmd_tau": (3.0, OPD),
+    "loss.rec_range": ("two_side", REC),
+    "loss.rec_weighted": (True, REC),
+    "loss.rec_far_low": (0.3, RING),
+    "loss.rec_far_high": (0.4, RING),
+    "loss.real_tau": (1.0, REAL),
     "loss.kl_coefficient": (0.5, {}),
     "loss.entropy_coefficient": (0.5, {}),
     "loss.kl_estimator": ("abs", {}),
@@ -96,12 +104,12 @@ def update_of(settings):
 
     @jax.jit
     def compute(logprobs, new_values):
-        passes, state = Passes(old, ref, values[0]), algorithm.first_state()
+        passes, state = Passes(old, ref, values[0]), algorithm.first_state(num_prompts=2)
         batch = jnp.asarray(REWARDS), passes, mask
         credited = batch
         if algorithm.needs.turn_rewards:
             credited = placed_rewards(batch[0], TURNS, mask), passes, mask
-        for factor in (1.0, 2.0) if algorithm.needs.state else ():
+        for factor in (1.0, 2.0) if algorithm.needs.keeps else ():
             state = algorithm.next_state(state, factor * batch[0], *batch[1:])
         advantages = algorithm.advantages(*credited, state)
         if importance["level"] != "none":
@@ -151,4 +159,5 @@ def test_every_option_is_tried():
     # These act on the batch: tests/training/test_plan.py.
     of_batch = {"overlong_tokens", "mask_truncated"}
     of_batch |= {"max_sampling_rounds", "keep_groups_by"}  # tests/sampling/test_selecting.py
+    fields.remove("advantage.teacher")  # whose prompts: tests/runs/test_algorithms.py
     assert fields - {f"batch_rules.{name}" for name in of_batch} == set(CHANGES)

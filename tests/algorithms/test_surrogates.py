@@ -17,6 +17,8 @@ from tests.oracles import algorithms as oracle
 seeds = st.integers(0, 2**31 - 1)
 names = tuple(SURROGATES)
 BOUNDS = {"clip_epsilon": 0.1, "clip_epsilon_high": 0.3, "dual_clip": 1.5, "opmd_tau": 2.0}
+BOUNDS |= {"rec_range": "ring", "rec_weighted": True, "rec_far_low": 0.3, "rec_far_high": 0.5}
+BOUNDS["real_tau"] = 0.7
 # Holes, a whole row, a single token, and a row without any.
 MASK = np.array([[1, 1, 0, 1, 1, 0], [1] * 6, [1, 0, 0, 0, 0, 0], [0] * 6], bool)
 WEIGHTS = np.asarray(algorithms.token_weights(jnp.asarray(MASK), aggregation="response_mean"))
@@ -64,6 +66,14 @@ def torch_terms(name, logprobs, old, advantages):
         return -advantages * logprobs
     if name == "cispo":
         return -torch.clamp(ratio, low, high).detach() * advantages * logprobs
+    if name == "rec":
+        outside = (ratio < low) | (ratio > high)
+        outside &= ~((advantages > 0) & (ratio <= 0.7)) & ~((advantages < 0) & (ratio >= 1.5))
+        return torch.where(outside, 0.0, -advantages * ratio.detach() * logprobs)
+    if name == "real":
+        mean = (difference.sum(dim=1, keepdim=True) / length).detach() + logprobs
+        margin = torch.sign(advantages) * (mean - logprobs.detach()) / 0.7
+        return advantages.abs() * torch.log1p(torch.exp(-margin))
     if name == "opmd":
         return (-advantages * logprobs + difference.sum(dim=1, keepdim=True) ** 2 / length) / 2
     if name == "gspo":
@@ -83,7 +93,7 @@ def torch_terms(name, logprobs, old, advantages):
 def test_gradients_match_torch(name):
     arrays = inputs(1, spread=0.6)
     (_, report), gradients = loss_and_gradient(name)(*arrays, WEIGHTS, MASK.astype(np.int32))
-    assert report["policy/clip_fraction"] > 0 or name in ("reinforce", "opmd")
+    assert report["policy/clip_fraction"] > 0 or name in ("reinforce", "opmd", "real")
     tensors = [torch.tensor(array, dtype=torch.float64) for array in arrays]
     tensors[0].requires_grad_()
     (torch_terms(name, *tensors) * torch.tensor(WEIGHTS)).sum().backward()
@@ -118,7 +128,9 @@ def test_far_apart_policies_stay_finite(name, gap):
 def test_on_policy_all_have_the_gradient_of_the_policy_gradient_theorem(name):
     """At logprobs = old_logprobs: -weight * A on every token."""
     _, old, advantages = inputs(4)
-    _, gradients = loss_and_gradient(name)(old, old, advantages, WEIGHTS, MASK.astype(np.int32))
+    _, gradients = loss_and_gradient(name, real_tau=0.5)(
+        old, old, advantages, WEIGHTS, MASK.astype(np.int32)
+    )
     # 1e-6: products of two float32 numbers.
     np.testing.assert_allclose(gradients[0], -WEIGHTS * advantages, rtol=1e-6, atol=1e-9)
 
@@ -153,6 +165,38 @@ def test_dcpo_widens_the_bounds_of_improbable_tokens():
     # Bounds worked by hand: q = 0.01 and 0.3 give sqrt(1 + 120) / 2 + 1 / 2 = 6; q = 0.9: 1.26.
     assert gradient_of("dcpo", 5.9, 1.0, q=0.01) != 0 and gradient_of("dcpo", 6.1, 1.0, q=0.01) == 0
     assert gradient_of("dcpo", 1.25, 1.0, q=0.9) != 0 and gradient_of("dcpo", 1.3, 1.0, q=0.9) == 0
+
+
+def test_rec_tells_ranges_apart():
+    """Gradients at ratios below, just outside, inside and above the bounds 0.9 and 1.3."""
+    ratios = (0.5, 0.85, 1.0, 1.4, 3.0)
+    for mode, positive, negative in (
+        ("one_side", (1, 1, 1, 0, 0), (0, 0, 1, 1, 1)),
+        ("two_side", (0, 0, 1, 0, 0), (0, 0, 1, 0, 0)),
+        ("ring", (1, 0, 1, 0, 0), (0, 0, 1, 0, 1)),
+    ):
+        for sign, wanted in ((1.0, positive), (-1.0, negative)):
+            for weighted in (False, True):
+                found = [
+                    gradient_of("rec", ratio, sign, rec_range=mode, rec_weighted=weighted)
+                    for ratio in ratios
+                ]
+                sizes = np.array(wanted) * (np.array(ratios) if weighted else 1)
+                np.testing.assert_allclose(found, -sign * sizes, rtol=1e-6)
+
+
+def test_weighted_one_sided_rec_has_the_gradient_of_clip():
+    arrays = inputs(6, spread=0.6)
+    ids = MASK.astype(np.int32)
+    _, (found, *_) = loss_and_gradient("rec", rec_range="one_side")(*arrays, WEIGHTS, ids)
+    _, (clipped, *_) = loss_and_gradient("clip", dual_clip=0.0)(*arrays, WEIGHTS, ids)
+    np.testing.assert_allclose(found, clipped, rtol=1e-6)
+
+
+def test_real_fades_where_clip_grows():
+    """A wrong response that became less probable has less gradient, one still probable has more."""
+    low, same, high = (abs(gradient_of("real", r, -1.0, real_tau=0.5)) for r in (0.5, 1.0, 2.0))
+    assert low < same == pytest.approx(1.0) and same < high < 2.0
 
 
 def test_gspo_clips_whole_responses():

@@ -68,7 +68,9 @@ class Case:
     def advantages(self, name, credit="turn", **options):
         rewards = self.placed if credit == "turn" else self.episodes.astype(np.float32)
         of = advantages_of(name, credit=credit, **options)
-        state = self.state if name == "reinforce" else None
+        state = self.state
+        if name != "reinforce":
+            state = algorithm(name).first_state(num_prompts=GROUPS) or None
         return np.asarray(of(jnp.asarray(rewards), self.mask, self.passes, state))
 
 

@@ -1,6 +1,7 @@
 """launch.analyze: its studies, run as commands."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
     slow_after(
         4,
         [
-            ([], "first argument must be one of metrics, study, but there"),
+            ([], "first argument must be one of metrics, study, curve, but there"),
             (["plot"], "not 'plot'"),
             (["metrics", "again"], "'again' is not a flag"),
             (["metrics"], "--input is needed"),
@@ -63,6 +64,25 @@ def test_a_study_does_not_overwrite_generated_responses(tmp_path):
     (tmp_path / "generation.json").write_text("{}")
     result = run("launch.analyze", "study", f"--input={tmp_path}", f"--output={tmp_path}")
     assert_one_line(result, "launch.generate wrote there; name a new directory")
+
+
+@pytest.mark.slow
+def test_curve_fits_what_it_is_told_to(tmp_path):
+    """Twelve rows of a log; the last half is left for the error."""
+    rows = [
+        {"step": step, "reward/correct": 0.1 + 0.5 / (1 + (4 / max(step, 1e-9)) ** 2)}
+        for step in range(12)
+    ]
+    (tmp_path / "config.json").write_text('{"run_id": "1", "config": {}}')
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    flags = f"--run={tmp_path}", "--compute=steps", "--skip=2", "--fraction=0.5"
+    result = succeed("launch.analyze", "curve", *flags, f"--output={tmp_path}")
+    assert "reward/correct over steps: 5 evaluations" in result.stdout
+    assert "ceiling 0.6" in result.stdout and "5 later evaluations" in result.stdout
+    assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
+    assert len((tmp_path / "curve.csv").read_text().splitlines()) == 13
+    few = run("launch.analyze", "curve", *flags[:2], "--fraction=0.2")
+    assert_one_line(few, "2 points are too few; a curve needs 4")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """launch.convert: both directions, bit for bit; mistakes give one line."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -90,6 +91,33 @@ def test_a_run_becomes_a_model_directory(directory, made, tmp_path, capsys):
     convert(directory, tmp_path / "first", step=1)
     assert_same_params(tmp_path / "first", made[1][1])
     assert "done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share", [0.25, -0.5])
+def test_a_model_may_be_mixed_with_another(directory, made, tmp_path, share):
+    start = directory / "warm_start"
+    convert(directory, tmp_path / "mixed", other=str(start), share=share)
+    one, other = (made[1][2], random_params(0))
+    wanted = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
+    models.save_directory(tmp_path / "wanted", wanted, CONFIG, data.character_tokenizer())
+    found, expected = weights(tmp_path / "mixed"), weights(tmp_path / "wanted")
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-6)
+    convert(directory, tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "again", other=str(start), share=share)
+    for name, values in weights(tmp_path / "again").items():
+        np.testing.assert_array_equal(values, found[name])
+
+
+def test_another_architecture_is_not_mixed_in(directory, tmp_path):
+    wide = dataclasses.replace(CONFIG, intermediate_size=24)
+    params = models.Policy(wide).init(jax.random.key(0))
+    models.save_directory(tmp_path / "wide", params, wide, data.character_tokenizer())
+    for other, message in (("wide", "another architecture"), ("none", "is no Hugging Face dir")):
+        path = str(tmp_path / other)
+        refused(f"--other={path} .*{message[3:]}", convert, directory, tmp_path / "x", other=path)
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_run_may_be_named_relative_to_where_the_command_is_started(

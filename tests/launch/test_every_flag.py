@@ -158,6 +158,9 @@ THOROUGH = [
         "convert --source={home}/run --target={home}/exported --step=1 --dtype=bfloat16 "
         "--max_shard_gb=1 --family=qwen2"
     ),
+    Case(
+        "convert --source={home}/run --target={home}/mixed --other={home}/exported --share=-0.5"
+    ),
     Case("convert --source={home}/adapters --target={home}/adapter --adapter"),
     Case(
         "random_model --text={home}/problems.jsonl --family=llama --output={home}/random "
@@ -173,6 +176,10 @@ THOROUGH = [
         "--stride=2 --output={home}/study"
     ),
     Case("analyze study --run={home}/run --step=1 --stride=4 --output={home}/studied"),
+    Case(
+        "analyze curve --run={home}/run --key=reward/mean --compute=steps --skip=1 "
+        "--fraction=0.5 --output={home}/curve", code=2,
+    ),
     Case(
         f"rollout --config={TINY} --engine=jax --host=127.0.0.1 --port=0 --cores=0 "
         "--tls_certificate={home}/certs/replica-gpu7.pem "

@@ -21,6 +21,8 @@ ELSEWHERE = re.compile(
     r"launch\.(train(?!.*(--explain|--dry_run))|sft|sweep|local|rollout|plan|prepare_\w+) |--serve|"
     # models, data and runs that take a download, minutes or an accelerator
     r"Qwen/|vllm|smollm2|gemma3|0_5b|runs/calculator|runs/grpo_|_lora|adapter|environment:|"
+    # a log with several evaluations
+    r"launch\.analyze curve|"
     # re-runs that end with exit code 1, for a difference
     r"launch\.replay.*--(?!bisect |from=0 )|"
     # what stands for something of the reader's

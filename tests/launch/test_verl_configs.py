@@ -244,6 +244,7 @@ OURS_ALONE = {
     "metrics.layers": "the launcher measures the final layer",
     "data.reasoning_gym": "the launcher has none", "data.curriculum": "the launcher has none",
     "rewards.majority": "the launcher has none",
+    "rewards.probability_after": "the launcher has none",
     **dict.fromkeys(
         (f"environment.{field.name}" for field in dataclasses.fields(Environment)),
         "the launcher's runs have a single turn",
@@ -281,6 +282,7 @@ OURS_ALONE = {
     "data.task": "files", "data.num_prompts": "of the generator",
     "data.question_fields": "of another row format", "data.answer_": "of another row format",
     "data.template": "the rows hold it", "data.system_prompt": "of a chat template",
+    "data.teacher_input": "the launcher has no teacher",
     "data.skip_bad_rows": "a bad row ends the run",
     "evaluation.row_format": "follows data", "evaluation.question_fields": "follows data",
     "evaluation.answer_": "follows data", "evaluation.template": "follows data",
@@ -312,6 +314,7 @@ OURS_ALONE = {
     "algorithms.loss.surrogate": "clip, the only one there",
     "algorithms.loss.clip_epsilon_high": "0: symmetric, as there",
     "algorithms.loss.dual_clip": "off, as there", "algorithms.loss.opmd_tau": "of opmd",
+    "algorithms.loss.rec_": "of rec", "algorithms.loss.real_tau": "of real",
     "critic.path": "empty: the policy's; see configs/verl/ppo.py",
     "critic.adam_": "as the policy's", "critic.weight_decay": "as the policy's",
     "algorithms.constant_length": "of another aggregation",

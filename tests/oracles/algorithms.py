@@ -98,6 +98,17 @@ def surrogate_terms(name, logprobs, old, advantages, mask, *, low, high, dual, t
             if name == "reinforce":
                 terms[i, t] = -a * logprob
                 continue
+            if name == "rec":  # ring, weighted, with far bounds 0.3 and 0.5
+                ratio = math.exp(difference)
+                counts = 1 - low <= ratio <= 1 + high
+                counts |= a > 0 and ratio <= 1 - 0.3
+                counts |= a < 0 and ratio >= 1 + 0.5
+                terms[i, t], changed[i, t] = -a * ratio * logprob * counts, not counts
+                continue
+            if name == "real":
+                margin = math.copysign(1, a) * sum(differences) / len(counted) / 0.7
+                terms[i, t] = abs(a) * math.log(1 + math.exp(-margin))
+                continue
             if name == "opmd":
                 penalty = tau / 2 * sum(differences) ** 2 / len(counted)
                 terms[i, t] = (-a * logprob + penalty) / max(1.0, tau)

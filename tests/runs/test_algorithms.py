@@ -195,6 +195,57 @@ def test_a_run_with_a_teacher(exact, config, tmp_path, rewarded):
     refused("reference_path", train, config, str(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("single_stream", 1), pytest.param("smooth_standardisation", 2, marks=pytest.mark.soak)],
+)
+def test_a_run_that_remembers_its_prompts_resumes_to_the_bit(
+    name, group, config, tmp_path, rewarded
+):
+    """Eight prompts in four steps of four, so that each is visited twice."""
+    config.update_from_flattened_dict(
+        {
+            "algorithms.name": name, "rollout.group_size": group, "data.num_prompts": 8,
+            "data.prompts_per_step": 4, "training.prompts_per_minibatch": 2,
+            "training.num_steps": 4,
+        }
+    )  # fmt: skip
+    assert train(config, str(tmp_path / "whole")) == 0
+    for steps in (3, 4):
+        config.training.num_steps = steps
+        assert train(config, str(tmp_path / "parts")) == 0
+    whole, parts = (read_rows(tmp_path / part) for part in ("whole", "parts"))
+    assert stable(whole[3:4]) == stable(parts[3:4])
+    saved = restore_on_host(tmp_path / "whole" / "checkpoints" / "4" / "state")["algorithm"]
+    assert all(leaf.shape == (8,) for leaf in saved.values())
+    counts = saved["weights" if name == "single_stream" else "visits"]
+    assert (counts > 1).all()
+
+
+def test_a_run_that_teaches_itself(config, tmp_path, rewarded):
+    """The teacher is the policy with the answer in its prompt; in two parts it is the same run."""
+    config.update_from_flattened_dict(
+        {
+            "algorithms.name": "distillation", "algorithms.advantage.teacher": "policy",
+            "algorithms.loss.kl_coefficient": 0.0, "data.teacher_input": "{answer}\n{input}",
+            "training.num_steps": 2,
+        }
+    )  # fmt: skip
+    assert train(config, str(tmp_path / "whole")) == 0
+    whole = read_rows(tmp_path / "whole")
+    assert all(row["policy/grad_norm"] > 0 and row["advantage/min"] < 0 for row in whole[:2])
+    config.training.num_steps = 1
+    assert train(config, str(tmp_path / "parts")) == 0
+    config.training.num_steps = 2
+    assert train(config, str(tmp_path / "parts")) == 0
+    assert stable(read_rows(tmp_path / "parts")[1:2]) == stable(whole[1:2])
+    config.data.teacher_input = ""
+    refused("needs data.teacher_input", train, config, str(tmp_path / "other"))
+    config.data.teacher_input, config.algorithms.name = "{answer}{input}", "grpo"
+    config.algorithms.advantage.teacher = "reference"
+    refused("data.teacher_input=.* is not read", train, config, str(tmp_path / "other"))
+
+
 def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
     """With the policy's tokenizer, another size and a trained head."""
     policy, tokenizer = build_policy(config)

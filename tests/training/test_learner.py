@@ -74,7 +74,7 @@ def test_operations_of_a_step_worked_by_hand(settings, expected):
     model = types.SimpleNamespace(config=MODEL)
     holder = types.SimpleNamespace(
         config=config, policy=model, reference_policy=None, lora=case.lora,
-        plan=types.SimpleNamespace(reference=case.reference),
+        plan=types.SimpleNamespace(own_teacher=False, reference=case.reference),
         critic=types.SimpleNamespace(model=model) if case.critic else None,
     )  # fmt: skip
     batch = RolloutBatch(SEGMENTS, SEGMENTS, SEGMENTS, MASK, MASK.astype(np.float32))

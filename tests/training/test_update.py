@@ -290,7 +290,10 @@ def test_no_layout_changes_the_gradient(window, name, context):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("surrogate", ["gspo", pytest.param("opmd", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "surrogate",
+    ["gspo", *(pytest.param(name, marks=pytest.mark.soak) for name in ("opmd", "real"))],
+)
 def test_packing_changes_no_loss_of_whole_responses(surrogate):
     policy, params, batch, values, _, _ = expected(4, True)
     options = {"surrogate": surrogate, "clip_epsilon": 1e-3, "aggregation": "response_mean"}
@@ -371,7 +374,10 @@ def test_shared_prompts_on_a_mesh_change_nothing_but_rounding(axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("surrogate", ["gspo", pytest.param("opmd", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "surrogate",
+    ["gspo", *(pytest.param(name, marks=pytest.mark.soak) for name in ("opmd", "real"))],
+)
 def test_shared_prompts_change_no_loss_of_whole_responses(surrogate, monkeypatch):
     policy, params = setup()
     values = make_values(SHARED)
