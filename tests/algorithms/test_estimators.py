@@ -516,7 +516,7 @@ def test_a_single_stream_has_the_baseline_of_each_prompt():
 
 def test_needs_follow_the_options():
     assert algorithm("single_stream", surrogate="reinforce", kl_coefficient=0.0).needs == Needs(
-        prompt_state=True
+        prompt_state=True, given=True
     )
     assert algorithm("smooth_standardisation").needs.groups
     assert algorithm("grpo").needs == Needs(True, True, True)
