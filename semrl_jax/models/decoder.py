@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from semrl_jax.models.attention import (
     Attention,
@@ -275,7 +275,7 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B T D"],
         attended: Float[Array, "B T N H"],
         dropout: Dropout | None = None,
-        experts: Int[Array, "B T C"] | None = None,
+        experts: Integer[Array, "B T C"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"] | None]:
         """Adds the attention output, then the feed-forward output.
 
@@ -292,7 +292,7 @@ class DecoderLayer(nnx.Module):
         self,
         normed: Float[Array, "B T D"],
         dropout: Dropout | None,
-        given: Int[Array, "B T C"] | None,
+        given: Integer[Array, "B T C"] | None,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"] | None]:
         activation = ACTIVATIONS[self.config.declared.activation]
         if not self.is_dense:
@@ -314,7 +314,7 @@ class _OfLayer(NamedTuple):
 
     window: Int[Array, ""] | None
     number: Int[Array, ""] | None  # of the layer, for dropout
-    experts: Int[Array, "B S C"] | None  # that are given
+    experts: Integer[Array, "B S C"] | None  # that are given
 
 
 class Decoder(nnx.Module):
@@ -364,7 +364,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
         dropout: Dropout | None = None,
-        experts: Int[Array, "B S M C"] | None = None,
+        experts: Integer[Array, "B S M C"] | None = None,
     ) -> Float[Array, "B S D"]:
         """States after the final norm of whole sequences, in the compute dtype.
 
@@ -551,7 +551,7 @@ class Decoder(nnx.Module):
         step: Callable,
         x: Float[Array, "B S D"],
         numbers: Int[Array, " L"] | None,
-        experts: Int[Array, "B S M C"] | None,
+        experts: Integer[Array, "B S M C"] | None,
     ) -> Float[Array, "B S D"]:
         """Carries `step(x, layer, of_layer)` through the layers; one kind is one scan."""
         if experts is not None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from semrl_jax.models.decoder_config import Experts
 from semrl_jax.models.sharding import activation_spec, axis_names, platform_of
@@ -44,7 +44,7 @@ def mixture(
     experts: Experts,
     activation: Callable[[Array], Array],
     mesh: Mesh | None,
-    given: Int[Array, "B S C"] | None = None,
+    given: Integer[Array, "B S C"] | None = None,
 ) -> tuple[Float[Array, "B S D"], Int[Array, "B S C"]]:
     """The weighted sum of the outputs of each token's experts, and the experts; see `route`.
 
@@ -104,7 +104,7 @@ def route(
     x: Float[Array, "N D"],
     router: Float[Array, "D E"],
     experts: Experts,
-    given: Int[Array, "N C"] | None = None,
+    given: Integer[Array, "N C"] | None = None,
 ) -> tuple[Int[Array, "N C"], Float[Array, "N C"]]:
     """The C experts of each token, and the float32 weights of their outputs, as transformers.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from semrl_jax.models.attention_kernels import choose_kernel
 from semrl_jax.models.decoder import Decoded, Decoder
@@ -65,7 +65,7 @@ class Policy:
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
         dropout: Dropout | None = None,
-        experts: Int[Array, "B S M C"] | None = None,
+        experts: Integer[Array, "B S M C"] | None = None,
     ) -> Float[Array, "B S D"]:
         """States after the final norm; see `Decoder.__call__`."""
         return self._bind(params)(token_ids, positions, segment_ids, dropout, experts)
