@@ -182,7 +182,7 @@ LEFT_OUT = """## Left out
 | teacher of SDPO | averaged weights; feedback and a correct response of the group in its prompt |
 | a teacher for each data source | one reference is loaded |
 | softmax of REAL over a group | log-ratios of all responses of a group in one micro-batch |
-| MSSR's shaping by entropy | the constants were not published; `single_stream` has its baseline |
+| MSSR's shaping by entropy | an estimator gets no entropies; `single_stream` has such a baseline |
 | RoRecomp | trains again on responses of earlier steps; here a step trains on its own |
 | SPARK | trains the policy as a judge of its responses, on prompts that are made of them |
 | OLR, TraPO | answers of earlier steps decide which is right; none are kept |

@@ -9,8 +9,8 @@ if no group differs. The rest of the recipe are settings: `surrogate="cispo"`, `
 `clip_epsilon_high=3`, `kl_coefficient=0`, `entropy_coefficient=0`, `rollout.max_staleness` and
 `data.curriculum="window:low=0:high=0.89:outside=0"`, which never returns to what is solved.
 
-Source: arXiv:2510.13786, Sec. 4, with ratios up to 4; for k updates of staleness there, up to 8.
-Forced ends of long thoughts are left out. The curve fit is `launch.analyze curve`.
+Source: arXiv:2510.13786, Sec. 4, with ratios up to 4 and batches up to 8 updates old. Forced
+ends of long thoughts are left out. The curve fit is `launch.analyze curve`.
 """
 
 from __future__ import annotations

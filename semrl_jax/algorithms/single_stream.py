@@ -8,7 +8,7 @@ reward of the batch. The first visit has at least the weight 1 / (1 - prompt_mem
 after many visits with one response.
 
 Source: arXiv:2509.13232: the factor is between 0.875 and 0.96 there, by how far the policy has
-moved since the last visit, and first values come from 8 responses before training. Variances over
+moved since the last visit, and first values come from responses before training. Variances over
 tokens instead of responses: arXiv:2608.24870 (SPO++). MSSR (arXiv:2512.18215) adds the entropy.
 """
 

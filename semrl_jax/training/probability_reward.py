@@ -6,8 +6,8 @@ mean probability of the tokens of the reference, of the policy before the update
 The mark, such as <answer>, announces an answer; the last one of a response counts. A response
 without it has the reward 0. Correctness, the box and the answer still come from the verifier.
 
-Source: arXiv:2506.18254 (RLPR), Eqs. 3 to 5, and its code. There the mark is <answer>, a format
-reward of weight 0.1 joins, and groups with a small deviation are left out.
+Source: arXiv:2506.18254 (RLPR) and its code. There the mark is <answer>, a format reward of weight
+0.1 joins, and groups with a small deviation are left out.
 """
 
 from __future__ import annotations
