@@ -429,11 +429,16 @@ def test_the_running_baseline_is_the_weighted_mean_of_earlier_steps(rate):
 
 
 def test_needs_follow_the_options():
-    assert algorithm("grpo").needs == Needs(True, True, True)
+    of_all = Needs(given=True)._replace
+    assert algorithm("grpo").needs == of_all(groups=True, old_logprobs=True, reference=True)
     whole = algorithm("rloo", surrogate="gspo", kl_coefficient=0.0).needs
-    assert whole == Needs(groups=True, old_logprobs=True, sequence_ids=True)
-    free = algorithm("asymre", surrogate="reinforce", kl_coefficient=0.0)
-    assert free.needs == Needs(groups=True)
+    assert whole == of_all(groups=True, old_logprobs=True, sequence_ids=True)
+    free = {"surrogate": "reinforce", "kl_coefficient": 0.0}
+    for of_given, changes in (
+        ("luffy", {}), ("rl_plus", {"old_logprobs": True}), ("sft", {"given_apart": True}),
+    ):  # fmt: skip
+        needs = algorithm("asymre", **free, given_surrogate=of_given).needs
+        assert needs == of_all(groups=True, **changes)
     assert not algorithm("sample_reinforcement").needs.groups
     assert not algorithm("reinforce_plus_plus").needs.groups
     assert algorithm("noisy_rewards").needs.groups
@@ -443,12 +448,12 @@ def test_needs_follow_the_options():
         "reinforce_plus_plus",
         kl_reward_coefficient=0.1, kl_coefficient=0.0, surrogate="reinforce",
     )  # fmt: skip
-    assert kl.needs == Needs(
+    assert kl.needs == of_all(
         old_logprobs=True, reference=True, early_old_logprobs=True, early_reference=True
     )
     critic = algorithm("ppo", kl_coefficient=0.0)
-    assert critic.needs == Needs(old_logprobs=True, values=True)
-    assert algorithm("reinforce").needs == Needs(old_logprobs=True, reference=True, state=True)
+    assert critic.needs == of_all(old_logprobs=True, values=True)
+    assert algorithm("reinforce").needs == of_all(old_logprobs=True, reference=True, state=True)
 
 
 @pytest.mark.parametrize(
