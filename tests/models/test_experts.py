@@ -75,7 +75,8 @@ def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized
         return jnp.sum(found * towards), found
 
     def ours(x, kernels):
-        return mixture(x, kernels, options, jax.nn.silu, None, given)[0]
+        asked = None if given is None else jnp.asarray(given)
+        return mixture(x, kernels, options, jax.nn.silu, None, asked)[0]
 
     found, wanted = (
         jax.jit(jax.value_and_grad(functools.partial(both, of), (0, 1), has_aux=True))(x, kernels)
