@@ -326,8 +326,14 @@ def test_a_directory_without_states_is_refused(tmp_path):
     refused("generate again with --hidden_states=-1", of_generated, tmp_path, None)
     index = tmp_path / "states.index.json"
     for text, message in (
-        ('{"metadata": {"layers": [3], "kinds": ["decode"]}, "weight_map": {}}', "final layer"),
-        ('{"metadata": {"layers": [-1], "kinds": ["prefill"]}, "weight_map": {}}', "final layer"),
+        (
+            '{"metadata": {"layers": [3], "kinds": ["decode"]}, "weight_map": {}}',
+            "--hidden_states=-1",
+        ),
+        (
+            '{"metadata": {"layers": [-1], "kinds": ["prefill"]}, "weight_map": {}}',
+            "--hidden_states=-1",
+        ),
         ('{"weight_map": {}}', "is no index"),
         ('{"metadata": {"layers": [-1], "kinds": ["decode"]}, "weight_map": {}}', "cannot be read"),
     ):

@@ -92,7 +92,7 @@ def play(episodes):
         episodes=episodes,
         tokenizer=data.character_tokenizer(),
         end_token_ids=(1,),
-        weights=Weights(3, lambda: iter(()), False, VERSION),
+        weights=Weights(3, lambda: iter(()), False, version=VERSION),
     )
     prompt = np.arange(5, dtype=np.int32)
     requests = [SampleRequest(f"train/3/0/{i}", 0, i, prompt, seed=i) for i in range(2)]

@@ -32,6 +32,9 @@ def test_a_batch_has_the_same_responses_after_other_prompts():
     found, wanted = teacher.batch(given), batch_of(others, responses)
     for name, values in wanted._asdict().items():
         ours = getattr(found, name)
+        if values is None:
+            assert ours is None
+            continue
         assert ours.dtype == values.dtype, name
         # The bucket of the prompts may be smaller: compare what counts.
         width = min(ours.shape[1], values.shape[1])
