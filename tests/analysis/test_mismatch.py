@@ -67,7 +67,8 @@ def test_a_scaled_tensor_is_found_in_its_layer():
     assert [ratio > 5 for ratio in diagnosis.ratios] == [False] * 3 + [True] + [False] * 2
 
 
-@pytest.mark.parametrize("known", [(), pytest.param((4,), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [(), (4,)])
 def test_a_cause_is_found_without_inner_states(known):
     """From final states, or from log-probabilities alone."""
     config, params = faults.model("llama", 1)

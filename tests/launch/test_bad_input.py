@@ -62,16 +62,14 @@ def test_train_needs_config_and_workdir(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("thesis.tex", "", "has no config.json of a run"),
-        pytest.param(
-            "config.json", '{"run_id": "a", "config": {"seed": 17}}', "config (seed: 17 -> 0)",
-            marks=pytest.mark.slow,
-        ),
+        ("config.json", '{"run_id": "a", "config": {"seed": 17}}', "config (seed: 17 -> 0)"),
     ],
-)  # fmt: skip
+)
 def test_a_directory_of_something_else_is_named_before_the_trainer_is_loaded(
     tmp_path, name, content, message
 ):

@@ -78,6 +78,7 @@ def test_a_loop_gives_every_step_with_its_responses(trainer):
     assert (one.workdir / "checkpoints" / "3").is_dir()
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_left_goes_on_where_it_was(trainer, straight):
     one = trainer()
     for _ in one:
@@ -132,6 +133,7 @@ def test_a_run_in_another_thread(trainer, straight):
     assert stable(read_rows(one.workdir)) == straight
 
 
+@pytest.mark.slow
 def test_several_rewards_have_names_and_weights(trainer):
     def short(response, reference, row):
         return 1.0 / (1 + len(row["question"]))

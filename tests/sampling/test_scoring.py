@@ -408,7 +408,9 @@ def sample_here(config, tokenizer, rollouts, verifier, references, asked=None, *
         return (rollout for rollout in rollouts)  # a generator: the sampler closes it
 
     sampler = sampler_of(
-        weights=Weights(0, lambda: iter(()), False, WeightVersion("run", "attempt", 0, "digest")),
+        weights=Weights(
+            0, lambda: iter(()), False, version=WeightVersion("run", "attempt", 0, "digest")
+        ),
         config=config,
         tokenizer=tokenizer,
         end_token_ids=(tokenizer.eos_token_id,),

@@ -81,7 +81,7 @@ def test_all_attempts_to_sample_share_one_deadline(pair, short):
     synced = []
     samplers = [
         sampler_of(
-            peers=peers, config=short, weights=Weights(3, lambda: iter(()), True, VERSION),
+            peers=peers, config=short, weights=Weights(3, lambda: iter(()), True, version=VERSION),
             reporter=types.SimpleNamespace(line=lambda line: None),
         )
         for peers in pair

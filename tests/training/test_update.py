@@ -184,7 +184,8 @@ def whole_kl(params, reference, batch, policy, other):
     return jnp.sum(jnp.where(mask, kl, 0.0)) / mask.sum()
 
 
-@pytest.mark.parametrize("plan", slow_after(1, ["packed", "rows"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["packed", "rows"])
 def test_the_exact_kl_from_a_model_of_another_size(plan):
     """Its value and gradient, on a mesh too: of another width and a larger vocabulary."""
     # Two key heads and an even vocabulary, for a tensor axis: its parts of the two vocabularies
@@ -251,7 +252,7 @@ LAYOUTS = [
 ]
 LAYOUTS += slow_after(0, [(4, name, True) for name in ("three rows", "packed")])
 IN_BUNDLES = ("packed", "three rows", "one row", "budget")
-LAYOUTS += slow_after(1, [(4, name, "shared prompts") for name in IN_BUNDLES])
+LAYOUTS += slow_after(0, [(4, name, "shared prompts") for name in IN_BUNDLES])
 
 
 @pytest.fixture(autouse=True)
