@@ -64,7 +64,7 @@ CHANGES = {
     "loss.opmd_tau": (3.0, OPD),
     "loss.rec_range": ("two_side", REC),
     "loss.rec_weighted": (True, REC),
-    "loss.rec_far_low": (0.3, RING),
+    "loss.rec_far_low": (0.05, RING),
     "loss.rec_far_high": (0.4, RING),
     "loss.real_tau": (1.0, REAL),
     "loss.kl_coefficient": (0.5, {}),
