@@ -74,6 +74,8 @@ def convert(
         raise UserError(f"--max_shard_gb={max_shard_gb:g} must be a finite number above 0.")
     if not math.isfinite(share):
         raise UserError(f"--share={share:g} must be a finite number.")
+    if not other and share != 0.5:
+        raise UserError(f"--share={share:g} needs --other.")
     if other and adapter:
         raise UserError(f"--other={other} is mixed with whole models; leave out --adapter.")
     max_shard_bytes = round(max_shard_gb * 1e9)

@@ -114,9 +114,10 @@ def assign_credit(
             return rewards
         return placed_rewards(rewards, tokens.turn_rewards, tokens.response_mask)
 
-    credited = rewards
+    counted = rewards
     if sampled is not None and algorithm.needs.given_apart:
-        credited = without_given(rewards, sampled)
+        counted = without_given(rewards, sampled)
+    credited = counted
     if metrics and rules.shaping.target in ("reward", "both"):
         credited += reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
         scalars |= extent("reward/shaped", credited, jnp.ones_like(credited, bool))
@@ -143,7 +144,7 @@ def assign_credit(
         baselines = update_shaping_state(baselines, metrics, mean_reward=mean_reward, **shaping)
     if algorithm.needs.keeps:
         scalars |= {f"algorithm/{name}": x for name, x in state.items() if jnp.ndim(x) == 0}
-        state = algorithm.next_state(state, rewards, passes, tokens.response_mask)
+        state = algorithm.next_state(state, counted, passes, tokens.response_mask)
     if algorithm.needs.prompt_state:
         state = with_rows(kept, tokens.prompts, state)
     return Credit(shaped, returns, mask, scalars, Memory(baselines, state))

@@ -54,8 +54,9 @@ def rl_plus(tokens: Tokens) -> Float[Array, "*tokens"]:
 def sft(tokens: Tokens) -> Float[Array, "*tokens"]:
     """-logprobs: supervised learning, next to the reinforcement learning of the sampled responses.
 
-    Given responses do not count in the statistics of their group: they take the mean reward of the
-    sampled ones. With `rollout.given_when="failed"`, a failed group learns its demonstration alone.
+    Given responses do not count in the mean reward of their group: their own is replaced by the
+    mean of the sampled ones. A deviation or a factor of the group's size still counts them. With
+    `rollout.given_when="failed"`, a failed group learns its demonstration alone.
 
     Source: arXiv:2506.07527 (ReLIFT), whose code collects demonstrations of failed prompts, and
     makes updates on them alone, with an optimiser of their own; here they are in the batch.

@@ -18,6 +18,8 @@ from semrl_jax.algorithms.turn_credit import TurnCredit
 from semrl_jax.support.choices import OBJECTIVE_KL
 from semrl_jax.support.fields import setting
 
+PER_PROMPT = "be 'episode': what is kept of a prompt are the rewards of whole responses"
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective(Bounds, losses.Aggregation, TurnCredit):

@@ -10,7 +10,8 @@ if no group differs. The rest of the recipe are settings: `surrogate="cispo"`, `
 `data.curriculum="window:low=0:high=0.89:outside=0"`, which never returns to what is solved.
 
 Source: arXiv:2510.13786, Sec. 4, with ratios up to 4 and batches up to 8 updates old. Forced
-ends of long thoughts are left out. The curve fit is `launch.analyze curve`.
+ends of long thoughts are left out. n and n_p count responses that `mask_truncated` leaves out
+later. The curve fit is `launch.analyze curve`.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.gae import whiten
 from semrl_jax.algorithms.groups import broadcast_to_tokens
-from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.objective import PER_PROMPT, Objective, loss, token_weights
 from semrl_jax.support.fields import setting
 
 __all__ = [
@@ -39,6 +39,10 @@ class Options(Objective):
     prompt_memory: float = setting(
         0.9, "weight of earlier rewards of a prompt at its next visit", within="[0, 1)"
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_options(self, credit=(self.credit == "episode", PER_PROMPT))
 
 
 def needs(options: Options) -> Needs:
@@ -69,13 +73,12 @@ def next_state(
 
 
 def advantages(
-    rewards: Float[Array, "P G *tokens"],
+    rewards: Float[Array, "P G"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
     state: dict[str, Any],
 ) -> Float[Array, "B T"]:
-    rewards = rewards if rewards.ndim == 2 else jnp.sum(rewards, axis=2)
     rewards = rewards.astype(jnp.float32)
     known = state["rewards"] / jnp.maximum(state["weights"], 1.0)
     baseline = jnp.where(state["weights"] > 0, known, jnp.mean(rewards))

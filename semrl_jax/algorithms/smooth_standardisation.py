@@ -1,7 +1,7 @@
 """DCPO's smooth standardisation: rewards are compared with all earlier ones of their prompt too.
 
-A = the one with the smaller |.| of ((i - 1) a + b) / i and (a + (i - 1) b) / i, at visit i = 1, 2,
-... of the prompt
+A = ((i - 1) a + b) / i or (a + (i - 1) b) / i, whichever has the smaller absolute value, at visit
+i = 1, 2, ... of the prompt
 
 a = (r - mean) / (std + 1e-6) over the group, b the same over all i groups of the prompt so far. A
 group of equal rewards thus has the advantage b / i, as long as earlier groups had others.
@@ -13,22 +13,31 @@ Source: arXiv:2509.02333, Eqs. 5 to 7, and its code for the statistics of i grou
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred, first_reward, group_mean
-from semrl_jax.algorithms.objective import Objective as Options
-from semrl_jax.algorithms.objective import group_needs, loss, token_weights
+from semrl_jax.algorithms.objective import PER_PROMPT, Objective, group_needs, loss, token_weights
 
 __all__ = [
     "Options", "advantages", "first_state", "loss", "needs", "next_state", "token_weights",
 ]  # fmt: skip
 
 EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Objective):
+    """Has no options of its own; see `Objective`."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_options(self, credit=(self.credit == "episode", PER_PROMPT))
 
 
 def needs(options: Options) -> Needs:
@@ -63,13 +72,12 @@ def next_state(
 
 
 def advantages(
-    rewards: Float[Array, "P G *tokens"],
+    rewards: Float[Array, "P G"],
     passes: Passes,
     response_mask: Bool[Array, "B T"],
     options: Options,
     state: dict[str, Any],
 ) -> Float[Array, "B T"]:
-    rewards = rewards if rewards.ndim == 2 else jnp.sum(rewards, axis=2)
     rewards = rewards.astype(jnp.float32)
     after = next_state(state, rewards, passes, response_mask, options)
     visits, mean, variance = (after[name][:, None] for name in ("visits", "mean", "variance"))

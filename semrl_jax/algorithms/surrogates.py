@@ -173,8 +173,8 @@ def rec(tokens: Tokens, bounds: Bounds) -> Terms:
 
     `rec_range` says which r count. "one_side": r <= 1 + clip_epsilon_high for A > 0, r >= 1 -
     clip_epsilon for A < 0. "two_side": both bounds for both signs. "ring": as "two_side", and r <=
-    1 - rec_far_low for A > 0, r >= 1 + rec_far_high for A < 0, where the step leads back. The first
-    with `rec_weighted` has the gradient of `clip`.
+    1 - rec_far_low for A > 0, r >= 1 + rec_far_high for A < 0, where the step leads back.
+    "one_side" with `rec_weighted` has the gradient of `clip`.
 
     Source: arXiv:2509.24203 (REC-OneSide, REC-TwoSide, REC-Ring) and its code in Trinity-RFT.
     Bounds there 0.2, or 0.6 and 2.0. With `dr_grpo`: no division by the deviation.

@@ -11,6 +11,7 @@ hours left out. Here the best A of each B and M is known in closed form, and the
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,8 +61,8 @@ def points(rows: Sequence[Mapping[str, Any]], key: str, unit: str) -> Points:
     """
     name, spent, found = COMPUTE[unit], 0.0, []
     for row in rows:
-        if row.get(key) is not None:
-            found.append((row["step"], row["step"] if name is None else spent, row[key]))
+        if (value := row.get(key)) is not None and math.isfinite(value):
+            found.append((row["step"], row["step"] if name is None else spent, value))
         spent += (row.get(name) or 0.0) / (3600 if unit == "hours" else 1)
     if len(found) < 2 or found[0][0] != 0:
         raise UserError(f"the log has no value of {key!r} at step 0 and later; name another --key.")

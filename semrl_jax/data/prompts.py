@@ -171,6 +171,8 @@ def dataset_hash(dataset: PromptDataset) -> str:
         for part in (ids, example.answer.encode(), example.data_source.encode(), *given):
             digest.update(len(part).to_bytes(8, "little"))  # keeps neighbouring parts apart
             digest.update(part)
+        if given:
+            digest.update(len(given).to_bytes(8, "little"))
     return digest.hexdigest()
 
 

@@ -36,6 +36,9 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
 from semrl_jax.types import SamplingParams, distribution_of
 
+# Their baseline is the mean of the group, also if that takes the place of some rewards.
+BY_GROUP_MEAN = ("grpo", "dr_grpo", "rloo", "max_likelihood", "red_weight")
+
 
 def validate(config: ml_collections.ConfigDict) -> None:
     """UserError for the first wrong field or combination; adds options of a user's algorithm."""
@@ -102,6 +105,13 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"rollout.given_responses={rollout.given_responses} and algorithms.name="
             f"{config.algorithms.name!r}: choose an algorithm that compares the responses of a "
             "group, and whose loss takes `given`, such as 'grpo'."
+        )
+    name = config.algorithms.name
+    if rollout.given_responses and algorithm.needs.given_apart and name not in BY_GROUP_MEAN:
+        raise UserError(
+            f"algorithms.loss.given_surrogate='sft' needs an algorithm that compares rewards with "
+            f"the mean of their group, {', '.join(BY_GROUP_MEAN)}, not algorithms.name={name!r}; "
+            "choose one of them, or 'luffy'."
         )
     failure, target = config.rewards.failure_score, config.shaping.target
     penalised = (

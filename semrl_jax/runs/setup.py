@@ -202,6 +202,11 @@ def check_inputs(
             "which has the reference only without training.offload='reference' and "
             "data.teacher_input; remove one."
         )
+    if plan.own_teacher and plan.reference != NONE:
+        raise UserError(
+            f"algorithms.name={config.algorithms.name!r} needs a reference and its own teacher, "
+            "which take the same place; set algorithms.loss.kl_coefficient=0."
+        )
     if plan.own_teacher and not config.data.teacher_input:
         raise UserError(
             "algorithms.advantage.teacher='policy' needs data.teacher_input: without it, teacher "
@@ -220,6 +225,13 @@ def check_inputs(
     prompts = dataclasses.replace(
         prompts, is_shuffled=config.data.shuffle, curriculum=find_curriculum(config.data.curriculum)
     )
+    needing = {
+        "rewards.probability_after": bool(config.rewards.probability_after),
+        "data.teacher_input": "{answer}" in config.data.teacher_input,
+    }
+    if not all(example.answer for example in prompts.examples):
+        for field in (field for field, is_set in needing.items() if is_set):
+            raise UserError(f"{field} needs a reference answer of each prompt, and one has none.")
     if prompts.curriculum is not None:  # a first draw finds its mistakes
         start = data.Position(0, 0, PromptHistory.nothing(len(prompts)))
         data.next_rows(prompts, config.seed, start, 1)
@@ -250,11 +262,13 @@ def check_inputs(
     if path := config.critic.path:
         of_policy = config, policy, tokenizer, mesh
         critic, critic_directory, _ = find_value_model("critic.path", path, *of_policy)
+    reference = find_reference(config, policy, tokenizer, mesh)
+    teacher = policy if reference is None else reference.model
     return Inputs(
         algorithm=algorithm,
         plan=plan,
         policy=policy,
-        reference=find_reference(config, policy, tokenizer, mesh),
+        reference=reference,
         critic=critic,
         critic_directory=critic_directory,
         tokenizer=tokenizer,
@@ -277,7 +291,7 @@ def check_inputs(
         prefix=data.special_prefix(
             tokenizer, prompts.examples[0].template, config.data.add_special_tokens
         ),
-        teacher=TeacherPrompts.of(config, tokenizer, prompts, policy.config),
+        teacher=TeacherPrompts.of(config, tokenizer, prompts, teacher.config),
     )
 
 

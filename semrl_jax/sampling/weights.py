@@ -30,8 +30,6 @@ from semrl_jax.support.errors import Preempted
 from semrl_jax.types import Adapter, TensorSpec, WeightVersion
 
 T = TypeVar("T")
-
-
 Read = Callable[[], Iterator[np.ndarray | jax.Array]]
 
 
@@ -62,7 +60,7 @@ class WeightSync:
     reporter: Reporter
     # Whether all replicas of all processes apply adapters unmerged, by rank.
     applied: dict[int, bool] = dataclasses.field(default_factory=dict)
-    base: list[np.ndarray | None] = dataclasses.field(default_factory=list)  # of `copied`
+    base: list[np.ndarray | None] = dataclasses.field(default_factory=list)  # of all copies
 
     def of(self, params: models.Params, step: int) -> Weights:
         """The parameters as weights.

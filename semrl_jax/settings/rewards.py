@@ -101,10 +101,11 @@ def check(rewards: Section) -> None:
             "rewards.majority=True rewards the answers alone, so rewards.model.path="
             f"{model['path']!r} would not count; remove one of them."
         )
-    if (mark := rewards["probability_after"]) and (rewards["majority"] or model["path"]):
+    others = rewards["majority"] or model["path"] or len(rewards["functions"]) > 1
+    if (mark := rewards["probability_after"]) and others:
         raise UserError(
             f"rewards.probability_after={mark!r:.100} gives the rewards alone; remove it, or "
-            "rewards.majority and rewards.model.path."
+            "rewards.majority, rewards.model.path and all but one of rewards.functions."
         )
     if model["tokenizer"] == "policy" and (model["chat_template"] or model["max_tokens"]):
         name = "chat_template" if model["chat_template"] else "max_tokens"

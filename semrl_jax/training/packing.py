@@ -279,7 +279,9 @@ def lay_out(
     if replays and (experts := batch.routed_experts) is not None:
         unknown = np.iinfo(experts.dtype).max
         placed = np.full((*shape, *experts.shape[2:]), unknown, experts.dtype)
-        placed.reshape(-1, *experts.shape[2:])[to[tokens]] = experts[tokens]
+        # Given responses have none. Responses that share a prompt write the same places.
+        known = tokens & (experts < unknown).all(axis=(2, 3))
+        placed.reshape(-1, *experts.shape[2:])[to[known]] = experts[known]
         rows = rows._replace(experts=placed)
     shard_of = chosen.row_of % num_rows // chosen.rows_per_shard
     shard_tokens = np.bincount(shard_of, chosen.lengths, plan.num_shards).astype(np.int64)
@@ -326,6 +328,10 @@ def _cheapest(
     longest = int((sequences.prompts + sequences.responses).max())
     num_columns = longest - 1
     longest = plan.split_evenly(bucket(longest, columns))
+    if (
+        plan.micro_batch_tokens
+    ):  # a batch may have more columns, of which none has a longer sequence
+        longest = min(longest, plan.micro_batch_tokens)
     most_columns = plan.micro_batch_tokens or longest * (plan.micro_batch_size // plan.num_shards)
 
     def arranged(

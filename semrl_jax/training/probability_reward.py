@@ -1,7 +1,8 @@
 """The probability of the reference answer as the reward of what was written before it.
 
 r = clip(p(reference | prompt, response up to the mark) - p(reference | prompt, mark), 0, 1), p the
-mean probability of the tokens of the reference, of the policy before the update
+mean probability of the tokens of the reference, of the policy before the update at
+`rollout.temperature`
 
 The mark, such as <answer>, announces an answer; the last one of a response counts. A response
 without it has the reward 0. Correctness, the box and the answer still come from the verifier.

@@ -32,8 +32,8 @@ def pad_batch(
 ) -> RolloutBatch:
     """Rows [prompt, left-padded | response, right-padded] of NumPy arrays, in this order.
 
-    `may_be_given`: whether the batch says which responses are given; none else. With
-    `routed_experts`, as `DecoderConfig` has it, also the experts that tokens went to.
+    With `may_be_given`, it has `given`, and with `routed_experts`, as `DecoderConfig` has them, the
+    experts that tokens went to. Else these are None.
     """
     prompts = [rollout.prompt_ids for rollout in rollouts]
     responses = [rollout.response_ids for rollout in rollouts]
@@ -94,7 +94,7 @@ def credited_tokens(
     turn_rewards: Sequence[Float[np.ndarray, " _"]] | None = None,
     prompts: Int[np.ndarray, " P"] | None = None,
 ) -> Tokens:
-    """What `assign_credit` reads of a batch; the last two, of responses and groups, if needed."""
+    """What `assign_credit` reads of a batch; `turn_rewards` and `prompts` if they are needed."""
     mask = batch.response_mask
     truncated = np.array([item.rollout.finish_reason == "length" for item in scored])
     tokens = Tokens(mask, truncated, batch.rollout_logprobs, given=batch.given, prompts=prompts)

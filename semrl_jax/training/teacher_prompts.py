@@ -38,8 +38,7 @@ class TeacherPrompts:
         """The prompts under `data.teacher_input`, None without it; UserError if one is too long.
 
         The text replaces the question in the prompt's template; where only the prompt is known, it
-        replaces the prompt. Of equal prompts with different
-        answers, the first counts.
+        replaces the prompt. Of equal prompts with different answers, the first counts.
         """
         text, settings = config.data.teacher_input, config.data
         if not text:

@@ -382,6 +382,24 @@ CONTRADICTIONS = [
     (GIVEN, "data.curriculum", "window", "it would count given responses as solved; leave one"),
     (GIVEN, "algorithms.name", "distillation", "choose an algorithm that compares the responses"),
     (GIVEN, "algorithms.loss.given_surrogate", "x", "surrogate='x' must be one of luffy, rl_plus"),
+    (
+        GIVEN | {"algorithms.loss.given_surrogate": "sft"},
+        "algorithms.name",
+        "opo",
+        "'sft' needs an algorithm that compares rewards with the mean of their group",
+    ),
+    (
+        {"rewards.probability_after": "A:"},
+        "rewards.functions",
+        ("math:name=a", "math_text:name=b"),
+        "'A:' gives the rewards alone; remove it, or .* all but one of rewards.functions",
+    ),
+    (
+        {"algorithms.name": "single_stream"},
+        "algorithms.advantage.credit",
+        "turn",
+        "credit='turn' must be 'episode'",
+    ),
     (CHILDREN, "rollout.engine", "vllm", "and rollout.engine='vllm' both name replicas"),
     (
         {"rollout.router_replay": True},

@@ -65,12 +65,12 @@ def test_replicas_that_join_leave_and_fail(config, start, tmp_path, monkeypatch,
     sync, generate = RolloutClient.sync_weights, RolloutClient.generate
     sampled_by = {}
 
-    def sync_weights(client, *args, step):
+    def sync_weights(client, *args, step, **options):
         if step == 1:
             file.write_text(f"{first.address}\n{second.address}\n{third.address}  # new\n")
         if step == 3:
             file.write_text(f"{second.address}\n{third.address}\n")
-        return sync(client, *args, step=step)
+        return sync(client, *args, step=step, **options)
 
     def generate_and_kill(client, *args, version, **options):
         for rollout in generate(client, *args, version=version, **options):

@@ -210,6 +210,17 @@ def plan_of(options):
     return RowPlan(mesh, micro_batch_size=options.pop("rows_per_shard") * shards, **options)
 
 
+def test_a_shared_prompt_has_the_experts_of_a_response_that_has_any():
+    """The last response of the group is given: it was not routed."""
+    batch = with_equal_prompts(batch_of([(2, 2), (2, 3)]), slice(0, 2))
+    experts = np.full((*batch.token_ids.shape, 1, 1), 255, np.uint8)
+    experts[0, batch.segment_ids[0] > 0, 0, 0] = [5, 6, 7, 8]
+    plan = RowPlan(mesh_of(1), micro_batch_tokens=10, pack_sequences=True, balance_lengths=False)
+    rows = lay_out(batch._replace(routed_experts=experts), plan, 1e9, replays=True).rows
+    placed = dict(zip(np.ravel(rows.token_ids), np.ravel(rows.experts)))
+    assert [placed[token] for token in batch.token_ids[0][batch.segment_ids[0] > 0]] == [5, 6, 7, 8]
+
+
 @pytest.mark.slow
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 32)), min_size=1, max_size=40),

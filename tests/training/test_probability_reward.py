@@ -35,10 +35,11 @@ def scored_of(cases):
     return Scored(items)
 
 
-def test_rewards_match_a_loop_over_the_policy():
+@pytest.mark.parametrize("tokens", [0, 40])  # the batch is 8 + 64 columns wide
+def test_rewards_match_a_loop_over_the_policy(tokens):
     policy = models.Policy(dataclasses.replace(CONFIG, vocab_size=len(TOKENIZER)))
     params = policy.init(jax.random.key(0))
-    plan = RowPlan(mesh_of(1), micro_batch_size=4)
+    plan = RowPlan(mesh_of(1), micro_batch_size=4, micro_batch_tokens=tokens)
 
     def logprobs(batch):
         return batch_logprobs(params, batch, policy=policy, plan=plan, temperature=1.0).logprobs

@@ -61,6 +61,7 @@ class Weights:
         return self.num_base if self.base and replica.base == self.base else 0
 
     def note_base(self, checksums: Sequence[bytes]) -> None:
+        """Keeps the checksums of the base of an adapter, if there is one, and names it by them."""
         if self.adapter is not None:
             self.checksums = checksums[: self.num_base]
             self.base = manifest_digest(self.specs[: self.num_base], self.checksums)

@@ -239,7 +239,8 @@ class RolloutClient(contextlib.AbstractContextManager):
         for replica in self._replicas:
             if (limit := replica.description.max_adapter_rank) < rank:
                 engine = f"{replica.name} ({replica.description.engine})"
-                return f"{engine} applies no adapters" + f" of a rank above {limit}" * bool(limit)
+                least = f" of a rank above {limit}" if limit else ""
+                return f"{engine} applies no adapters{least}"
         return ""
 
     def lacks_base(self) -> bool:
@@ -463,7 +464,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         replica.succeeded()
 
     def _note_weights(self, replica: Replica, version: WeightVersion, first: int) -> None:
-        """Notes that it serves the weights, whose tensors from number `first` on it was sent."""
+        """Notes that it serves the weights, of which it was sent the tensors from `first` on."""
         replica.version, replica.base = version, self._weights.base
         replica.succeeded()
         num_bytes = sum(spec.num_bytes for spec in self._weights.specs[first:])

@@ -140,6 +140,9 @@ def encode_description(description: ReplicaDescription) -> pb.DescribeResponse:
 
 
 def decode_description(message: pb.DescribeResponse) -> ReplicaDescription:
+    experts = message.routed_experts
+    if len(experts) not in (0, 3) or min(experts, default=1) < 1:
+        raise ValueError(f"routed_experts={list(experts)!r:.100} must be three numbers above 0.")
     version = decode_version(message.version) if message.HasField("version") else None
     return _record(ReplicaDescription, message, version=version)
 
