@@ -42,7 +42,8 @@ class Options(Objective):
 
     teacher: str = setting(
         "reference",
-        "the teacher: reference, or policy: the policy itself under data.teacher_input",
+        "reference: another model teaches; policy: the policy itself, which reads "
+        "data.teacher_input",
         choices=TEACHERS,
     )
     teacher_weight: float = setting(1.0, "weight of the teacher", at_least=0)
