@@ -54,6 +54,7 @@ def test_train_names_the_mistake(mistake, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_train_needs_config_and_workdir(tmp_path):
     assert_one_line(run("launch.train", f"--config={TINY}"), "--workdir is needed")
     assert_one_line(run("launch.train", f"--workdir={tmp_path / 'run'}"), "--config is needed")

@@ -170,6 +170,7 @@ def test_no_process_outlives_a_launcher_that_is_killed():
             os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_mistakes():
     assert_one_line(run("launch.local"), "--processes is needed")
     assert_one_line(run("launch.local", "--processes=0", "--", "x"), "--processes=0 must be")

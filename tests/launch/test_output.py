@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.cases import slow_after
 from tests.launch.conftest import ROOT, TINY, environment
 
 NAME = "数学"
@@ -40,7 +41,7 @@ def prepared(tmp_path):
     return ("launch.prepare_data", *flags), output
 
 
-@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("streams", slow_after(2, STREAMS))
 def test_a_command_does_its_work_and_names_mistakes(streams, prepared):
     command, output = prepared
     for arguments, code in ((command, 0), ((*command, f"--{NAME}"), 2), ((*command, "--help"), 0)):

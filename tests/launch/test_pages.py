@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from docs import check_commands
 from tests.launch.conftest import ROOT
 
@@ -26,6 +28,7 @@ def check(*pages):
     )
 
 
+@pytest.mark.slow
 def test_commands_and_links_of_all_pages_exist():
     done = check()
     assert done.returncode == 0, done.stderr

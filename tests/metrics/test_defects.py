@@ -32,7 +32,6 @@ def test_padding_with_token_ids_is_ignored(pad_id):
     )
 
 
-@pytest.mark.slow
 def test_orders_use_the_whole_response():
     # Rank grows only in the first half, which the last 512 rows do not contain.
     rng = np.random.default_rng(0)

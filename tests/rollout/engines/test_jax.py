@@ -296,7 +296,8 @@ def assert_penalised(policy, params, rollouts, sampling=PENALISED):
         assert sampling.temperature or (expected.max(1) - expected[tokens]).max() < 1e-4
 
 
-@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
 def test_penalties_are_those_of_the_oracle(policy, params, temperature):
     """Prompts that are shared, slots that are used again, and the tokens of any other batch."""
     sampling = dataclasses.replace(PENALISED, temperature=temperature)

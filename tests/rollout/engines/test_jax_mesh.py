@@ -181,7 +181,7 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
 @pytest.mark.parametrize(
     ("num_groups", "rows", "group"),
     [
-        (1, 4, 4),
+        pytest.param(1, 4, 4, marks=pytest.mark.slow),
         pytest.param(2, 8, 4, marks=pytest.mark.slow),
         pytest.param(3, 12, 4, marks=pytest.mark.slow),
     ],
