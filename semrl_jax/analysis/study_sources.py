@@ -33,11 +33,12 @@ from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import IDS, KEYS
+from semrl_jax.support.rounding import next_power_of_two
 from semrl_jax.support.run_directory import run_of, setting_of
 from semrl_jax.support.safe_files import check_regular, read_json_object
 
 TOP_K = 20  # of the confidence
-_ROWS = 256  # of one block of logits
+_ROWS = 256  # of one block of logits, at most
 
 
 def of_run(
@@ -167,10 +168,10 @@ def with_probabilities(
             "name the policy that the states are from."
         )
     ids = np.zeros(num_tokens, np.int32) if response.token_ids is None else response.token_ids
-    parts = []
-    for first in range(0, num_tokens, _ROWS):  # blocks of one shape, so that one is compiled
-        part = slice(first, first + _ROWS)
-        missing = _ROWS - len(ids[part])
+    parts, block = [], min(next_power_of_two(num_tokens), _ROWS)
+    for first in range(0, num_tokens, block):  # of few shapes, so that few are compiled
+        part = slice(first, first + block)
+        missing = block - len(ids[part])
         states = np.pad(response.states[part], ((0, missing), (0, 0)))
         found = jax.device_get(_of_logits(policy, params, states, np.pad(ids[part], (0, missing))))
         parts.append([values[: len(ids[part])] for values in found])
