@@ -116,13 +116,14 @@ def convert(
                 save_merged(target, *found, dtype, max_shard_bytes)
         elif "run_id" in record:
             raise UserError(f"--source={source} is a run without a checkpoint.")
-        elif other and step is None:
+        elif step is not None or adapter or (dtype != "float32" and not other):
+            raise UserError(
+                f"--source={source} is a model directory: leave out --step, --adapter and, without "
+                "--other, --dtype."
+            )
+        elif other:
             found = mixed(*read_directory(source, family), other, share, family)
             save_merged(target, *found, dtype, max_shard_bytes)
-        elif step is not None or dtype != "float32" or adapter:
-            raise UserError(
-                f"--source={source} is a model directory: leave out --step, --dtype and --adapter."
-            )
         else:
             import_parameters(source, target, family)
 

@@ -94,7 +94,7 @@ def of_generated(
     if layer not in layers or "decode" not in kinds:
         raise UserError(
             f"{directory} has states of layers {layers}, {' and '.join(kinds)}; a study needs "
-            f"those of the response tokens: --hidden_states={layer} --states=decode."
+            f"states of the response tokens: --hidden_states={layer} --states=decode."
         )
     rows = sorted(read_responses(directory / RESPONSES, KEYS), key=lambda row: row["group_id"])
     model = load_policy(policy)

@@ -28,6 +28,7 @@ from semrl_jax.data.prompts import (
     dataset_hash,
     next_prompts,
     next_rows,
+    prompt_key,
     prompt_order,
 )
 from semrl_jax.data.row_files import RowError, batch_rows, check_file, read_rows
@@ -53,7 +54,8 @@ __all__ = [
     "conversation_reader", "dataset_hash", "demonstration_rows", "encode", "encode_given",
     "expand_stop_words", "full_text", "is_chat", "load_conversations", "load_prompts",
     "load_tokenizer", "next_prompts", "next_rows",
-    "pad_response_values", "pad_rows", "prompt_order", "prompts_of_problems", "read_rows",
+    "pad_response_values", "pad_rows", "prompt_key", "prompt_order", "prompts_of_problems",
+    "read_rows",
     "read_shots", "row_reader", "set_chat_template", "special_prefix", "stop_word_ids",
     "template_line", "tokenizer_hash", "train_tokenizer", "verifier_text",
 ]  # fmt: skip

@@ -63,13 +63,18 @@ class PromptDataset:
 
     @functools.cached_property
     def numbers(self) -> dict[bytes, int]:
-        """Number of each different prompt, by the bytes of its token ids, in order."""
-        keys = (np.ascontiguousarray(e.prompt_ids, np.int32).tobytes() for e in self.examples)
+        """Number of each different prompt, by its `prompt_key`, in order."""
+        keys = (prompt_key(example.prompt_ids) for example in self.examples)
         return {key: number for number, key in enumerate(dict.fromkeys(keys))}
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
         return tuple(example.data_source for example in self.examples)
+
+
+def prompt_key(prompt_ids: Int[np.ndarray, " _"]) -> bytes:
+    """The token ids as a key of dictionaries."""
+    return np.ascontiguousarray(prompt_ids, np.int32).tobytes()
 
 
 def prompt_order(size: int, seed: int, epoch: int) -> Int[np.ndarray, " size"]:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from semrl_jax import models
+from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
@@ -89,7 +89,7 @@ class Learner:
     base: models.Base | None = None  # of the adapters, which are then `state.params`
     num_seen: int = 0  # prompts of a curriculum
     reference_policy: models.Policy | None = None  # architecture of the reference; None: its own
-    # Number of each prompt of the data, by the bytes of its token ids; {} if nothing reads it.
+    # Number of each prompt of the data, by its `prompt_key`; {} if nothing reads it.
     prompt_numbers: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
     probability: ProbabilityReward | None = None  # in place of the verifier's scores
     teacher: TeacherPrompts | None = None  # prompts of the reference; None: the policy's
@@ -207,8 +207,8 @@ class Learner:
         if not self.prompt_numbers:
             return None
         firsts = range(0, len(scored), self.config.rollout.group_size)
-        prompts = [np.ascontiguousarray(scored[i].rollout.prompt_ids, np.int32) for i in firsts]
-        return np.array([self.prompt_numbers[ids.tobytes()] for ids in prompts], np.int32)
+        keys = [data.prompt_key(scored[i].rollout.prompt_ids) for i in firsts]
+        return np.array([self.prompt_numbers[key] for key in keys], np.int32)
 
     def judged(
         self, state: TrainState, scored: Scored, batch: RolloutBatch, clock: Clock

@@ -81,7 +81,7 @@ class RewardTexts:
         questions: dict[bytes, str] = {}
         for example in prompts:
             if example.question:
-                questions.setdefault(_key(example.prompt_ids), example.question)
+                questions.setdefault(data.prompt_key(example.prompt_ids), example.question)
         texts = cls(
             tokenizer, turns, limit, options.truncation == "right", policy_tokenizer, questions
         )
@@ -132,7 +132,7 @@ class RewardTexts:
 
     def _question(self, item: ScoredRollout) -> str:
         ids = item.rollout.prompt_ids
-        if (known := self.questions.get(_key(ids))) is not None:
+        if (known := self.questions.get(data.prompt_key(ids))) is not None:
             return known
         return self.policy_tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -153,10 +153,6 @@ class RewardTexts:
             response_mask=np.ones(shape, bool),
             rollout_logprobs=np.zeros(shape, np.float32),
         )
-
-
-def _key(prompt_ids: Any) -> bytes:
-    return np.ascontiguousarray(prompt_ids, np.int32).tobytes()
 
 
 def _messages(question: str, response: str) -> list[dict[str, str]]:

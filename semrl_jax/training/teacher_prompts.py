@@ -54,7 +54,7 @@ class TeacherPrompts:
         ]
         encoded = data.encode(tokenizer, render(questions), prefix)
         for example, ids in zip(prompts.examples, encoded, strict=True):
-            found.setdefault(_key(example.prompt_ids), np.array(ids, np.int32))
+            found.setdefault(data.prompt_key(example.prompt_ids), np.array(ids, np.int32))
         longest = max(map(len, found.values()))
         most = longest + config.rollout.max_response_tokens
         limits = {"the model's context": architecture.max_position_embeddings}
@@ -73,7 +73,7 @@ class TeacherPrompts:
         num_response = batch.response_mask.shape[1]
         own = batch.segment_ids[:, :-num_response] > 0
         prompts = [
-            self.prompts[_key(row[mask])]
+            self.prompts[data.prompt_key(row[mask])]
             for row, mask in zip(batch.token_ids[:, :-num_response], own, strict=True)
         ]
         padded = data.pad_rows(
@@ -101,7 +101,3 @@ class TeacherPrompts:
 def _filled(text: str, **values: str) -> str:
     """The text with {name} replaced, in one pass: a value may hold {name} itself."""
     return re.sub(r"\{(input|answer)\}", lambda found: values[found[1]], text)
-
-
-def _key(prompt_ids: Int[np.ndarray, " _"]) -> bytes:
-    return np.ascontiguousarray(prompt_ids, np.int32).tobytes()

@@ -67,7 +67,7 @@ class Weights:
             self.base = manifest_digest(self.specs[: self.num_base], self.checksums)
 
     def same_base(self, other: Weights) -> Weights:
-        """The other weights, whose base, if they have one, is that of these."""
+        """The other weights with the base of these weights, if both have a base."""
         if None in (self.adapter, other.adapter):
             return other
         return dataclasses.replace(other, base=self.base, checksums=self.checksums)
