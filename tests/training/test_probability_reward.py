@@ -35,7 +35,7 @@ def scored_of(cases):
     return Scored(items)
 
 
-@pytest.mark.parametrize("tokens", [0, 40])  # the batch is 8 + 64 columns wide
+@pytest.mark.parametrize("tokens", [0, 40])
 def test_rewards_match_a_loop_over_the_policy(tokens):
     policy = models.Policy(dataclasses.replace(CONFIG, vocab_size=len(TOKENIZER)))
     params = policy.init(jax.random.key(0))
@@ -58,13 +58,16 @@ def test_rewards_match_a_loop_over_the_policy(tokens):
             ids = np.append(ids, token)
         return np.mean(found)
 
-    found = [item.verdict for item in JUDGE.judged(scored_of(CASES), logprobs)]
+    cases = [*CASES, ("9" * 26 + "A:1", "12345")]  # 39 tokens: a bucket of 64
+    found = [item.verdict for item in JUDGE.judged(scored_of(cases), logprobs)]
     wanted = [
         np.clip(mean_probability(text, answer) - mean_probability("A:", answer), 0, 1)
-        for text, answer in (("1+2A:", "3"), ("A:9\nA:", "12"))
+        for text, answer in (("1+2A:", "3"), ("A:9\nA:", "12"), ("9" * 26 + "A:", "12345"))
     ]
     assert max(wanted) > 0
-    np.testing.assert_allclose([verdict.score for verdict in found], [*wanted, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(
+        [verdict.score for verdict in found], [*wanted[:2], 0, 0, wanted[2]], atol=1e-6
+    )
     assert not any(verdict.correct for verdict in found)
 
 
