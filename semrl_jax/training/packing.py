@@ -280,7 +280,7 @@ def lay_out(
         unknown = np.iinfo(experts.dtype).max
         placed = np.full((*shape, *experts.shape[2:]), unknown, experts.dtype)
         # Given responses have none. Responses that share a prompt write the same places.
-        known = tokens & (experts < unknown).all(axis=(2, 3))
+        known = tokens & (experts < unknown).any(axis=(2, 3))
         placed.reshape(-1, *experts.shape[2:])[to[known]] = experts[known]
         rows = rows._replace(experts=placed)
     shard_of = chosen.row_of % num_rows // chosen.rows_per_shard
