@@ -17,8 +17,9 @@ PAGE = pathlib.Path(__file__).with_name("algorithms.md")
 PACKAGE = "semrl_jax.algorithms"
 HEAD = """# Algorithms
 
-Made from the docstrings by `python docs/make_algorithms.py`. An algorithm of your own is one file:
-[extending](extending.md#an-algorithm).
+Made from the docstrings by `python docs/make_algorithms.py`. The end of a docstring in
+`semrl_jax/algorithms` says what differs from the paper. An algorithm of your own is [one
+file](extending.md#an-algorithm).
 
 `--config.algorithms.name=NAME` chooses the advantages, `--config.algorithms.loss.surrogate=NAME`
 the loss of a token. Any pair can be combined. VERL's shaping acts on the advantages of each. RLOO
@@ -41,8 +42,7 @@ KL_ESTIMATES = """
 `--config.algorithms.loss.kl_estimator` names the KL of a token, x = logprobs - ref_logprobs: `kl` x
 (k1), `abs` |x|, `mse` x^2 / 2 (k2), `low_var_kl` exp(-x) + x - 1, at most 10 (k3), `low_var_kl+`
 the value of k3 with the gradient of k2. Source: Schulman, "Approximating KL divergence", 2020.
-`exact` needs no sampled token: sum over the vocabulary of p log (p / q), with its gradient. The
-logits of both models are computed in tiles and never stored, so nothing is cut to the top k.
+`exact` is the sum over the vocabulary of p log (p / q), computed in tiles.
 """
 OF_GIVEN = """
 ## Given responses
@@ -71,8 +71,7 @@ The settings below are fields of `algorithms.importance`:
 
 `ppo` trains a second model with a scalar head, the critic. `critic.path` is its Hugging Face
 directory: a language model, or a classifier with one label; if empty, it starts from the policy's
-weights. [`critic.*`](configuration.md) are the settings of its optimiser. Shaping acts on the
-whitened advantages, not on the returns. `critic/explained_variance` shows how well it predicts.
+weights. Shaping acts on the whitened advantages, not on the returns.
 
 ## KL in the reward
 
@@ -86,9 +85,9 @@ sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must th
 ## Without reference answers
 
 `rewards.majority=True` (TTRL, arXiv:2504.16084) rewards the answer that most responses of a group
-give. The references, if there are any, count in the log, for a
-[curriculum](data.md#curricula) and with `keep_groups_by=correctness`. Answers are compared as in
-`maj@k`; a verifier of yours must return them as [`extracted`](verifiers.md#the-function).
+give. References count in the log, for a [curriculum](data.md#curricula) and with
+`keep_groups_by=correctness`. Answers are compared as in `maj@k`; a verifier of yours must return
+them as [`extracted`](verifiers.md#the-function).
 
 ## The probability of the reference answer
 
@@ -149,11 +148,11 @@ These are fields of `algorithms.batch_rules`:
   by up to 1 (DAPO, arXiv:2503.14476, Eq. 13).
 - `mask_truncated=True`: a truncated response is not trained on, but counts in the statistics of its
   group, and under `ppo` in the whitening.
-- `max_sampling_rounds=N`: dynamic sampling (DAPO). Groups of equal rewards are dropped, and the
-  step samples further rounds of `data.prompts_per_step` prompts until it has that many groups. The
-  reward that decides has the penalty of `overlong_tokens`, but not the bonus. Surplus prompts come
-  again in the next step. If N rounds are not enough, the run ends with exit code 2; the same
-  command with more rounds, or with 0, continues.
+- `max_sampling_rounds=N`: dynamic sampling (DAPO). Groups of equal rewards, with the penalty of
+  `overlong_tokens` but without the bonus, are dropped, and the step samples further rounds of
+  `data.prompts_per_step` prompts until it has that many groups. Surplus prompts come again in the
+  next step. If N rounds are not enough, the run ends with exit code 2; the same command with more
+  rounds, or with 0, continues.
 - `keep_groups_by=correctness`: keeps groups with 0 < correct responses < G, the paper's rule.
 
 ## Aggregation
@@ -199,11 +198,11 @@ LEFT_OUT = """## Left out
 def row(name: str, text: str, settings: str | None = None) -> str:
     """Summary, equation and source of a docstring, as a row of a table.
 
-    With `settings`, equation and settings have columns of their own.
+    What follows the source, the differences from it, stays in the module. With `settings`, equation and settings have columns of their own.
     """
-    paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n")]
-    (source,) = (part.removeprefix("Source: ") for part in paragraphs if "Source: " in part)
-    before = [part for part in paragraphs if "Source: " not in part]
+    before, _, after = inspect.cleandoc(text).partition("\n\nSource: ")
+    before = [" ".join(part.split()) for part in before.split("\n\n")]
+    source = " ".join(after.partition("\n\n")[0].split())
     equation = [part for part in before if re.match(r"(A|A_i|A_t|x_t|delta_t) = ", part)]
     rest = " ".join(part for part in before if part not in equation)
     cells = (f"`{name}`", rest, "<br>".join(equation), settings, source)

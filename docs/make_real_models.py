@@ -1,4 +1,4 @@
-"""Makes the numbers and figures of docs/real_models.md.
+"""Makes the figures of docs/evidence.md on two small models.
 
     python -m launch.prepare_model --name=smollm2-135m --output=DIR/models/smollm2
     python -m launch.prepare_model --name=gemma3-270m --output=DIR/models/gemma3

@@ -8,7 +8,7 @@ in groups of equal rewards; b is `reward_beta`
 This is the gradient of L in the first update on a batch, with `surrogate="reinforce"` and
 `aggregation="constant_length"`, which sums over tokens.
 
-Source: arXiv:2305.18290, Eq. 7; arXiv:2402.04792 for pairs of the current policy. b there is 0.1.
+Source: arXiv:2305.18290, Eq. 7, b = 0.1; arXiv:2402.04792 for pairs of the current policy.
 """
 
 from __future__ import annotations

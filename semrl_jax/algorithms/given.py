@@ -29,10 +29,10 @@ class GivenSurrogate(NamedTuple):
 def luffy(tokens: Tokens) -> Float[Array, "*tokens"]:
     """-A p / (p + 0.1): "policy shaping", which raises improbable tokens more than -A p does.
 
-    Source: arXiv:2504.14945 (LUFFY) and its code: the probability under the other policy counts as
-    1, and 1 of 8 responses of each group is given. There advantages are not divided by the
-    deviation (`dr_grpo`), the loss is a sum over tokens (`constant_length`), and sampled tokens
-    have a ratio without bounds. Entropy and KL include given tokens, as there.
+    Source: arXiv:2504.14945 (LUFFY) and its code, with 1 given response of 8, `dr_grpo` and
+    `aggregation="constant_length"`, and no bounds of ratios.
+
+    The probability under the other policy counts as 1. Entropy and KL include given tokens.
     """
     p = jnp.exp(tokens.logprobs)
     return -tokens.advantages * p / (p + GAMMA)
@@ -43,8 +43,9 @@ def rl_plus(tokens: Tokens) -> Float[Array, "*tokens"]:
 
     The unknown policy is estimated by the mean of q and 1. The root raises improbable tokens more.
 
-    Source: arXiv:2508.00222 (RL-PLUS) and its code, which has the exponent 1/2. Its other settings
-    are those of `luffy`.
+    Source: arXiv:2508.00222 (RL-PLUS) and its code, with the other settings of `luffy`.
+
+    The exponent 1/2 is from the code.
     """
     p, q = jnp.exp(tokens.logprobs), jnp.exp(jax.lax.stop_gradient(tokens.old_logprobs))
     explore = jnp.sqrt(1 - jnp.minimum(jax.lax.stop_gradient(p), 1.0))
@@ -58,8 +59,10 @@ def sft(tokens: Tokens) -> Float[Array, "*tokens"]:
     mean of the sampled ones. A deviation or a factor of the group's size still counts them. With
     `rollout.given_when="failed"`, a failed group learns its demonstration alone.
 
-    Source: arXiv:2506.07527 (ReLIFT), whose code collects demonstrations of failed prompts, and
-    makes updates on them alone, with an optimiser of their own; here they are in the batch.
+    Source: arXiv:2506.07527 (ReLIFT).
+
+    Its code collects demonstrations of failed prompts, and makes updates on them alone, with an
+    optimiser of their own; here they are in the batch.
     """
     return -tokens.logprobs
 

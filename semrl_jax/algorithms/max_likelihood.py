@@ -5,7 +5,9 @@ A = (r - mean) / mean; 0.0 in a group whose mean reward is not above 0
 grad log p = sum over k of (1 / k) grad pass@k; a group of G rewards 0 or 1 gives its first G - 1
 terms without bias. Hard problems weigh more: |A| is up to G - 1. A reward below 0 ends the run.
 
-Source: arXiv:2602.02710. Its estimator without a baseline, r / mean, gives one term more, with a
+Source: arXiv:2602.02710.
+
+Its estimator without a baseline, r / mean, gives one term more, with a
 larger variance; the baseline takes that term away, since groups without a correct response have
 none.
 """

@@ -11,9 +11,10 @@ This is the gradient of L in the first update on a batch, with `surrogate="reinf
 `aggregation="constant_length"`, which sums over tokens. In a group with correct and incorrect
 responses, w gives both the same weight in total; else it is 1.
 
-Source: arXiv:2509.02522, Eqs. 6 to 8 and its code; b there is 1 or 2. Its code takes the policy at
-the start of each step as the reference, so that psi is 0 in the first update of a step; here the
-reference stays.
+Source: arXiv:2509.02522, Eqs. 6 to 8 and its code; b there is 1 or 2.
+
+Its code takes the policy at the start of each step as the reference, so that psi is 0 in the first
+update of a step; here the reference stays.
 """
 
 from __future__ import annotations

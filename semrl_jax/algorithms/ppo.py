@@ -10,11 +10,13 @@ V_t is the critic's value before token t, and 0 after the last token. The critic
 a_t + V_t.
 
 With `credit="turn"`, x_t has the reward of each turn at its last token, and inside a turn gamma and
-gae_lambda are 1. a_t + V_t is then the return of the turn in a process whose steps are turns.
+gae_lambda are 1, so a_t + V_t is the return of a process whose steps are turns.
 
-Source: arXiv:1707.06347; arXiv:1506.02438, Eq. 16. Steps of a turn: arXiv:2512.17008 (Turn-PPO),
-gamma 0.99 and gae_lambda 0.9 there. All tokens of a turn have the value before its first token as
-their baseline there; here each has the value before itself.
+Source: arXiv:1707.06347; arXiv:1506.02438, Eq. 16; arXiv:2512.17008 (Turn-PPO), gamma 0.99 and
+gae_lambda 0.9 there.
+
+In Turn-PPO all tokens of a turn have the value before its first token as their baseline; here each
+has the value before itself.
 """
 
 from __future__ import annotations

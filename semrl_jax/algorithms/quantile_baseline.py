@@ -6,9 +6,10 @@ below it; the deviation only with `normalise`
 With rewards 0 and 1 and a share p of correct responses, only the correct ones count where p <= 1 -
 quantile, and only the wrong ones elsewhere.
 
-Source: arXiv:2509.22611, Eqs. 3 and 4, quantile 0.4. Its code interpolates between rewards; the
-equations, and this module, do not. Without `normalise` and at 0.5: the median baseline of
-arXiv:2601.22582, which divides by the mean absolute deviation; that is often 0 for such rewards.
+Source: arXiv:2509.22611, Eqs. 3 and 4, quantile 0.4; arXiv:2601.22582, the median.
+
+The code of the first interpolates between rewards; its equations, and this module, do not. The
+second divides by the mean absolute deviation, which is often 0 for such rewards.
 """
 
 from __future__ import annotations

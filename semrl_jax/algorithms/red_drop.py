@@ -4,10 +4,12 @@ A = r - m for the kept responses, 0 for the others; m is the mean reward of thos
 
 A response counts as wrong if its reward is below the mean of the group. If there are more of these
 than of the others, the first in the order of the group are kept. The paper uses
-`surrogate="reinforce"`: no ratio, no bounds.
+`surrogate="reinforce"`.
 
-Source: arXiv:2509.24203 and its code in Trinity-RFT. Its code draws the dropped responses; here the
-order of the group decides, in which the responses are independent draws, so a run can be repeated.
+Source: arXiv:2509.24203 and its code in Trinity-RFT.
+
+Its code draws the dropped responses; here the order of the group decides, in which the responses
+are independent draws, so a run can be repeated.
 """
 
 from __future__ import annotations

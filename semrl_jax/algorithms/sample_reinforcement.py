@@ -4,8 +4,10 @@ A = positive_weight if r > threshold, else -negative_weight
 
 PSR: weights 1 and 0. NSR: 0 and 1. Weighted REINFORCE: 0.1 and 1, the defaults.
 
-Source: arXiv:2506.01347. Its code removes the samples of weight 0 before the mean over tokens; here
-they stay in the mean and add 0.
+Source: arXiv:2506.01347.
+
+Its code removes the samples of weight 0 before the mean over tokens; here they stay in the mean and
+add 0.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ visit before the new rewards and their number are added. Before its first visit,
 reward of the batch. The first visit has at least the weight 1 / (1 - prompt_memory), which W has
 after many visits with one response.
 
-Source: arXiv:2509.13232: the factor is between 0.875 and 0.96 there, by how far the policy has
-moved since the last visit, and first values come from responses before training. Variances over
-tokens instead of responses: arXiv:2608.24870 (SPO++). MSSR (arXiv:2512.18215) adds the entropy.
+Source: arXiv:2509.13232; arXiv:2608.24870 (SPO++), the variance over tokens.
+
+In the first, the factor is between 0.875 and 0.96, by how far the policy has moved since the last
+visit, and first values come from responses before training. MSSR (arXiv:2512.18215) adds the
+entropy.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ i = 1, 2, ... of the prompt
 a = (r - mean) / (std + 1e-6) over the group, b the same over all i groups of the prompt so far. A
 group of equal rewards thus has the advantage b / i, as long as earlier groups had others.
 
-Source: arXiv:2509.02333, Eqs. 5 to 7, and its code for the statistics of i groups. With
-`surrogate="dcpo"`. Its "only token mean", a sum over the responses of their means, is
-`aggregation="response_mean"` with a learning rate that is larger by their number.
+Source: arXiv:2509.02333, Eqs. 5 to 7, and its code; with `surrogate="dcpo"`.
+
+The statistics of i groups are those of its code. Its "only token mean", a sum over the responses of
+their means, is `aggregation="response_mean"` with a learning rate that is larger by their number.
 """
 
 from __future__ import annotations

@@ -123,8 +123,9 @@ def dcpo(tokens: Tokens, bounds: Bounds) -> Terms:
     low = 1/2 + sqrt(max(1 - 4 clip_epsilon / q, 0)) / 2,
     high = 1/2 + sqrt(1 + 4 clip_epsilon_high / q) / 2, at most 10
 
-    Source: arXiv:2509.02333, Sec. 3: the bounds solve |r - 1| r q <= epsilon. Values there 0.16 and
-    0.2, and `dual_clip` 10.
+    Source: arXiv:2509.02333, Sec. 3, with 0.16 and 0.2, and `dual_clip` 10.
+
+    The bounds solve |r - 1| r q <= epsilon.
     """
     q = jnp.exp(jax.lax.stop_gradient(tokens.old_logprobs))
     q = jnp.maximum(q, jnp.finfo(jnp.float32).tiny)
@@ -136,7 +137,7 @@ def dcpo(tokens: Tokens, bounds: Bounds) -> Terms:
 def cispo(tokens: Tokens, bounds: Bounds) -> Terms:
     """-sg(clip(r, 1 - clip_epsilon, 1 + clip_epsilon_high)) A logprobs: all tokens have a gradient.
 
-    Source: arXiv:2506.13585, Eqs. 4 and 5. No lower bound there: `clip_epsilon` close to 1.
+    Source: arXiv:2506.13585, Eqs. 4 and 5; no lower bound there: `clip_epsilon` close to 1.
     """
     ratio = _ratio(tokens.log_ratio())
     clipped = jnp.clip(ratio, 1 - bounds.clip_epsilon, 1 + bounds.high)
@@ -157,8 +158,9 @@ def opmd(tokens: Tokens, bounds: Bounds) -> Terms:
     The sum over the tokens of a response is its policy gradient and half the squared log-ratio of
     the whole response: online mirror descent without a clip.
 
-    Source: arXiv:2501.12599, the surrogate gradient. Here it is divided by max(1, tau), so that a
-    large tau makes no large step. Trinity-RFT's "opmd" has no square and divides by 1 + tau.
+    Source: arXiv:2501.12599, the surrogate gradient.
+
+    Here it is divided by max(1, tau), so that a large tau makes no large step. Trinity-RFT's "opmd" has no square and divides by 1 + tau.
     """
     ids = tokens.sequence_ids
     total = sum_over_sequences(tokens.log_ratio(), ids)
@@ -176,8 +178,8 @@ def rec(tokens: Tokens, bounds: Bounds) -> Terms:
     1 - rec_far_low for A > 0, r >= 1 + rec_far_high for A < 0, where the step leads back.
     "one_side" with `rec_weighted` has the gradient of `clip`.
 
-    Source: arXiv:2509.24203 (REC-OneSide, REC-TwoSide, REC-Ring) and its code in Trinity-RFT.
-    Bounds there 0.2, or 0.6 and 2.0. With `dr_grpo`: no division by the deviation.
+    Source: arXiv:2509.24203 (REC-OneSide, REC-TwoSide, REC-Ring) and its code in Trinity-RFT,
+    with `dr_grpo` and bounds 0.2, or 0.6 and 2.0.
     """
     ratio, advantages = _ratio(jax.lax.stop_gradient(tokens.log_ratio())), tokens.advantages
     above, below = ratio > 1 + bounds.high, ratio < 1 - bounds.clip_epsilon
@@ -199,8 +201,10 @@ def real(tokens: Tokens, bounds: Bounds) -> Terms:
     most |A| / real_tau. The gradient of s is spread over the tokens as in `gspo`.
 
     Source: arXiv:2602.05630, the binary cross-entropy, real_tau 0.5, responses with A = 1 or -1:
-    `sample_reinforcement` with weights 1 and `aggregation="response_mean"`. The softmax over a
-    group of REAL itself needs the log-ratios of all its responses in one micro-batch.
+    `sample_reinforcement` with weights 1 and `aggregation="response_mean"`.
+
+    The softmax over a group of REAL itself needs the log-ratios of all its responses in one
+    micro-batch.
     """
     margin = jnp.sign(tokens.advantages) * _of_response(tokens) / bounds.real_tau
     loss = jnp.abs(tokens.advantages) * jax.nn.softplus(-margin)
