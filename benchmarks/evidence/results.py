@@ -196,7 +196,7 @@ class Gain(NamedTuple):
         return cls(*interval(found), float(p))
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
+        return f"{self.mean:+.1f} ({self.low:+.1f}, {self.high:+.1f})"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -243,6 +243,13 @@ def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list
             del cells[title]
     lines = [f"| | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
     return [*lines, *(f"| {' | '.join(row)} |" for row in zip(outcomes, *cells.values()))]
+
+
+def measured_on(record: Mapping[str, Any]) -> str:
+    """The machine, JAX and the revision; the record has the other packages too."""
+    hardware, _, versions = record["machine"].partition("; ")
+    kept = [part for part in versions.split(", ") if part.startswith(("jax ", "git "))]
+    return f"{hardware}; {', '.join(kept)}"
 
 
 def shown(value: float, spec: str) -> str:
@@ -315,7 +322,7 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
             "",
             *table(outcomes, part.bases, n),
             "",
-            f"Summed up on {record['machine']}.",
+            f"Summed up on {measured_on(record)}.",
         ]
     )
 

@@ -319,7 +319,7 @@ def section(record: Mapping[str, Any]) -> str:
         for layer, of_layer in each.get("layers", {}).items()
     }
     lines += table("", [*titles, *(f"chosen by {name}" for name in chosen_by)], rows)
-    return "\n".join([*lines, f"Measured on {record['machine']}."])
+    return "\n".join([*lines, f"Measured on {results.measured_on(record)}."])
 
 
 def main() -> None:
