@@ -198,7 +198,8 @@ LEFT_OUT = """## Left out
 def row(name: str, text: str, settings: str | None = None) -> str:
     """Summary, equation and source of a docstring, as a row of a table.
 
-    What follows the source, the differences from it, stays in the module. With `settings`, equation and settings have columns of their own.
+    What follows the source, the differences from it, stays in the module. With `settings`, equation
+    and settings have columns of their own.
     """
     before, _, after = inspect.cleandoc(text).partition("\n\nSource: ")
     before = [" ".join(part.split()) for part in before.split("\n\n")]

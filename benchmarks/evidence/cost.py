@@ -101,7 +101,10 @@ def section(record: dict) -> str:
         cells = row["model"], row["num_tokens"], row["stride"], f"{1e3 * own:,.1f}"
         of_accelerator = f"{there:.0%}" if row["num_parameters"] > 1e9 else ""  # others are toys
         lines.append("| " + " | ".join(map(str, cells)) + f" | {here:.1%} | {of_accelerator} |")
-    lines += ["", f"Measured on {results.measured_on(record)}, {record['flop_per_s'] / 1e9:.0f} GFLOP/s."]
+    lines += [
+        "",
+        f"Measured on {results.measured_on(record)}, {record['flop_per_s'] / 1e9:.0f} GFLOP/s.",
+    ]
     return "\n".join(lines)
 
 

@@ -35,7 +35,7 @@ class Options(Objective):
     quantile: float = setting(
         0.5, "quantile of a group's rewards that is the baseline", within="(0, 1)"
     )
-    normalise: bool = setting(True, "divide by the standard deviation")
+    normalise: bool = setting(True, "divide by the deviation")
     epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
 
 

@@ -42,7 +42,7 @@ class Bounds:
     """Settings of the surrogates; each reads those that its docstring names."""
 
     clip_epsilon: float = setting(0.2, "how far a ratio may fall below 1", within="(0, 1]")
-    clip_epsilon_high: float = setting(0.0, "how far a ratio may rise above 1; 0: as far as below")
+    clip_epsilon_high: float = setting(0.0, "how far above 1; 0: as far as below")
     dual_clip: float = setting(0.0, "largest ratio at a negative advantage; 0: no limit")
     opmd_tau: float = setting(1.0, "strength of OPMD's regulariser", above=0)
     rec_range: str = setting("one_side", "rec: ratios that count", choices=REC_RANGES)
@@ -160,7 +160,8 @@ def opmd(tokens: Tokens, bounds: Bounds) -> Terms:
 
     Source: arXiv:2501.12599, the surrogate gradient.
 
-    Here it is divided by max(1, tau), so that a large tau makes no large step. Trinity-RFT's "opmd" has no square and divides by 1 + tau.
+    Here it is divided by max(1, tau), so that a large tau makes no large step. Trinity-RFT's "opmd"
+    has no square and divides by 1 + tau.
     """
     ids = tokens.sequence_ids
     total = sum_over_sequences(tokens.log_ratio(), ids)

@@ -11,7 +11,7 @@ from semrl_jax.support.fields import setting
 class HiddenStates:
     source: str = setting(
         "rollout",
-        "Who computes the measured states: rollout, policy or none",
+        "rollout, policy or none computes the measured states",
         choices=("rollout", "policy", "none"),
     )
     dtype: str = setting(

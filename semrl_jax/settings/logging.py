@@ -11,7 +11,7 @@ from semrl_jax.support.fields import setting
 class Logging:
     rollouts_every_steps: int = setting(
         10,
-        "between recorded responses, in addition to the last step and evaluations; 0: none at all",
+        "between recorded responses; the last step and evaluations too; 0: none at all",
         at_least=0,
     )
     plot_every_steps: int = setting(

@@ -29,10 +29,10 @@ def _window(config: ml_collections.ConfigDict) -> ml_collections.FieldReference:
 @dataclasses.dataclass(frozen=True)
 class Metrics:
     stride: int = setting(
-        40, "between two measured prefixes of a response; ERA needs 3 strides", "tokens", above=0
+        40, "between measured prefixes of a response; ERA needs 3 strides", "tokens", above=0
     )
     dataset_stride: int = setting(
-        20, "between two measured prefixes of a batch; 0: not measured", "responses", at_least=0
+        20, "between measured prefixes of a batch; 0: none", "responses", at_least=0
     )
     window: str = derived(
         _window,
@@ -51,7 +51,7 @@ class Metrics:
         each=GROUP_METRICS,
     )
     drift_every: int = setting(
-        0, "between comparisons of final states with the reference's; 0: never", "steps", at_least=0
+        0, "between comparisons with the reference's final states; 0: never", "steps", at_least=0
     )
     probes: tuple[str, ...] = setting(
         (),

@@ -30,8 +30,7 @@ class Model:
     )
     reference_path: str = setting(
         "",
-        "directory or hub id, such as of a teacher with the same tokenizer; empty: the "
-        "weights that training starts from",
+        "directory or hub id, such as of a teacher; empty: the weights that training starts from",
     )
     reference_dtype: str = setting("float32", "float32 or bfloat16", choices=DTYPES)
     remat: str = setting(

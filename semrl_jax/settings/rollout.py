@@ -34,9 +34,7 @@ class Rollout:
         may_change=True,
     )
     engine: str = setting(
-        "jax",
-        "engine of the trainer's own replica: jax, embedded, or vllm, a child process",
-        choices=ENGINES,
+        "jax", "the trainer's own replica: jax, embedded, or vllm, a child process", choices=ENGINES
     )
     recorded: str = setting(
         "",
@@ -52,15 +50,14 @@ class Rollout:
     group_size: int = setting(8, "responses per prompt", "responses", above=0)
     given_responses: int = setting(
         0,
-        "Most responses of a group that the data gives (data.given_field), in place of the last "
-        "sampled ones; 0: all are sampled. docs/data.md",
+        "Most responses of a group that the data gives in place of the last sampled ones; 0: "
+        "none. docs/data.md",
         "responses",
         at_least=0,
     )
     given_when: str = setting(
         "always",
-        "always: each group has its given responses, and samples the others; failed: only a group "
-        "in which no sampled response is correct",
+        "always; failed: only in groups in which no sampled response is correct",
         choices=("always", "failed"),
     )
     groups_per_call: int = setting(
@@ -70,16 +67,14 @@ class Rollout:
         at_least=0,
         may_change=True,
     )
-    temperature: float = setting(1.0, "temperature of the sampling; 0 is greedy", at_least=0)
+    temperature: float = setting(1.0, "0 is greedy", at_least=0)
     top_p: float = setting(
-        1.0,
-        "sample from the most probable tokens with this total probability; 1: all",
-        within="(0, 1]",
+        1.0, "most probable tokens with this total probability; 1: all", within="(0, 1]"
     )
-    top_k: int = setting(0, "sample from this many tokens; 0: all", at_least=0)
+    top_k: int = setting(0, "number of most probable tokens; 0: all", at_least=0)
     min_p: float = setting(
         0.0,
-        "sample from tokens with this share of the largest probability; 0: all",
+        "tokens with this share of the largest probability; 0: all",
         within=DISTRIBUTION["min_p"],
     )
     presence_penalty: float = setting(
@@ -116,15 +111,10 @@ class Rollout:
         "", "dtype of weights on the wire; empty: model.compute_dtype", choices=("", *DTYPES)
     )
     router_replay: bool = setting(
-        False,
-        "True: the trainer's tokens go to the experts that they went to in the engine; only for "
-        "mixtures of experts. docs/models.md",
+        False, "True: the trainer takes the experts that the engine took. docs/models.md"
     )
     max_staleness: int = setting(
-        0,
-        "Lag k: weights of step s - k sample the batch of step s. docs/ahead.md",
-        "steps",
-        at_least=0,
+        0, "Lag k: weights of step s - k sample step s. docs/ahead.md", "steps", at_least=0
     )
     in_turns: bool = setting(
         False,
@@ -135,13 +125,10 @@ class Rollout:
         300.0, "limit for all replicas to answer", above=0, may_change=True
     )
     call_timeout_s: float = setting(
-        7200.0,
-        "limit of a batch of responses or a sync, retries included",
-        above=0,
-        may_change=True,
+        7200.0, "limit of a batch or a sync, retries included", above=0, may_change=True
     )
     sync_wait_s: float = setting(
-        60.0, "limit for other replicas, once one has new weights", above=0, may_change=True
+        60.0, "limit for the others, once one has new weights", above=0, may_change=True
     )
     stall_timeout_s: float = setting(
         600.0, "longest silence of a replica, compilation included", above=0, may_change=True
@@ -152,12 +139,7 @@ class Rollout:
     jax_process_cores: int = setting(
         0, "cores of each child process; 0: all share all", "cores", at_least=0
     )
-    jax_max_batch: int = setting(
-        128,
-        "responses decoded side by side; a CPU divides them among its cores",
-        "responses",
-        above=0,
-    )
+    jax_max_batch: int = setting(128, "responses decoded side by side", "responses", above=0)
     jax_chunk_tokens: int = setting(16, "decoded tokens between two transfers", above=0)
     jax_tensor_parallelism: int = setting(
         1, "devices of a copy of the weights; -1: the rest", "devices", may_change=True
@@ -195,9 +177,7 @@ class Rollout:
     vllm_enforce_eager: bool = setting(
         False, "True: no compilation, a start in half the time", may_change=True
     )
-    vllm_inner_states: bool = setting(
-        False, "True: states of all layers, without compilation, in more memory"
-    )
+    vllm_inner_states: bool = setting(False, "True: states of all layers, without compilation")
     vllm_quantization: str = setting(
         "",
         "8-bit weights: fp8_per_channel, fp8_per_tensor or fp8_per_block; empty: no. docs/vllm.md",

@@ -22,7 +22,7 @@ class Sft:
         may_change=True,
     )
     evaluation_files: tuple[str, ...] = setting(
-        (), "held-out conversations; each file has its own loss", items=str, may_change=True
+        (), "held-out conversations", items=str, may_change=True
     )
     evaluation_every_steps: int = setting(
         50,
@@ -43,7 +43,7 @@ class Sft:
     add_special_tokens: bool = setting(True, "as data.add_special_tokens", may_change=True)
     chat_template: str = setting("", "Jinja file in place of the tokenizer's template")
     skip_bad_rows: bool = setting(False, "as data.skip_bad_rows")
-    max_tokens: int = setting(2048, "limit of a conversation, template included")
+    max_tokens: int = setting(2048, "limit of a conversation")
     too_long: str = setting(
         "drop", "conversations above max_tokens: drop, truncate or refuse", choices=TOO_LONG
     )
@@ -68,9 +68,7 @@ class Sft:
     schedule: str = setting(
         "cosine", "rate after the warm-up: cosine, linear or constant", choices=SCHEDULES
     )
-    warmup_fraction: float = setting(
-        0.03, "share of steps in which the rate rises", within="[0, 1]"
-    )
+    warmup_fraction: float = setting(0.03, "share of steps with a rising rate", within="[0, 1]")
     final_fraction: float = setting(
         0.0, "linear, cosine: share of the rate that is left", within="[0, 1]"
     )

@@ -65,9 +65,7 @@ class ShapingOptions:
     gain: float | int = setting(2.0, "effect of the guidance on the weight of exploration")
     eta: float | int = setting(1.0, "strength of the bonus; 0: none")
     kappa: float | int = setting(2.0, "the bonus is at most |A| / kappa")
-    indicators: Sequence[str] = setting(
-        INDICATORS, "metrics whose deviations from their baselines give the bonus"
-    )
+    indicators: Sequence[str] = setting(INDICATORS, "metrics whose deviations give the bonus")
     explore_weights: Sequence[float | int] = setting(
         (0.0, 0.0, 1.0), "a weight per indicator, for exploration"
     )
