@@ -42,8 +42,7 @@ COLUMNS = {
     "benchmark": Column(TEXT, "data source of the prompt; not in training steps"),
     "group_id": Column(
         WHOLE,
-        "number of the prompt from 0, in the run, in the benchmark of `launch.evaluate`, or in the "
-        "files of `launch.generate`",
+        "number of the prompt from 0, in the run, the benchmark, or the files of `launch.generate`",
     ),
     "sample_index": Column(WHOLE, "number of the response to its prompt, from 0"),
     "question": Column(TEXT, "what the user asks, without the template; not in a run"),
@@ -53,15 +52,9 @@ COLUMNS = {
     "reference": Column(TEXT, "reference answer; null without one"),
     "problem_type": Column(TEXT, 'such as "Algebra", or ""; only in `launch.evaluate`'),
     "row": Column(
-        TEXT,
-        "JSON object: the row of the prompt, or its part for a verifier of `launch.evaluate`, or "
-        '""; not in a run',
+        TEXT, 'JSON object: the row of the prompt, or its part for a verifier, or ""; not in a run'
     ),
-    "response": Column(
-        TEXT,
-        "what the verifier got: without special tokens, up to the first stop string; in a run the "
-        "text of all token ids",
-    ),
+    "response": Column(TEXT, "what the verifier got; in a run the text of all token ids"),
     "extracted": Column(TEXT, "the answer that the verifier found; null if there is none"),
     "correct": Column(FLAG, "the verifier's verdict"),
     "score": Column(NUMBER, "reward from the verifier, before shaping"),
@@ -83,16 +76,13 @@ COLUMNS = {
     "response_ids": Column(_per_token(pa.int32()), "the same, with the end token"),
     "rollout_logprobs": Column(
         _per_token(pa.float32()),
-        "log-probability of each response token under the distribution sampled from, nats; in a "
-        "run, or with `--logprobs`",
+        "log-probability of each response token, as sampled, nats; in a run, or with `--logprobs`",
     ),
     "rollout_raw_logprobs": Column(
         _per_token(pa.float32()), "of the unmodified logits; with `--logprobs`, not with vLLM"
     ),
     "response_mask": Column(
-        _per_token(FLAG),
-        "false on context that the policy did not sample, with log-probability 0; only if there is "
-        "context",
+        _per_token(FLAG), "false on context, which has log-probability 0; only if there is context"
     ),
     "conversations": Column(
         _per_token(pa.int32()),
@@ -104,7 +94,7 @@ COLUMNS = {
     ),
     "turn_characters": Column(
         _per_token(pa.int32()),
-        "characters of `response` by the policy, by others, by the policy, and so on; only with an "
+        "characters of `response` by the policy, by others, by the policy, ...; only with an "
         "environment; empty if unknown",
     ),
     **{
@@ -120,14 +110,13 @@ COLUMNS = {
     # From here on to mean_states: only in records.
     "routed_experts": Column(
         pa.binary(),
-        "with `rollout.router_replay`: experts of each token but the last in each layer that has "
+        "with `rollout.router_replay`: experts of each token but the last, by layer with "
         "experts, one byte or two each",
     ),
     "reward": Column(NUMBER, "what the update was given for the response"),
     "weight_spans": Column(
         _per_token(pa.int32()),
-        "three numbers for each part with weights of its own: step of the weights, first token, "
-        "token after the last",
+        "for each part with weights of its own: their step, first token, token after the last",
     ),
     **{
         name: Column(_per_token(kind), meaning)

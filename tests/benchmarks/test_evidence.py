@@ -202,6 +202,6 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
     assert (
         "not finished: 4 of" in part
         and "| none | 2 | 50.0 | 6.2 |  | -6.2 (" in part
-        and "| verl | 2 | +12.5 (+0.0 to +25.0) | +6.2 (" in part
+        and "| verl | 2 | +12.5 (+0.0, +25.0) | +6.2 (" in part
     )
     assert (tmp_path / "figures" / "evidence_tiny.png").stat().st_size > 10_000
