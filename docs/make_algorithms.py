@@ -21,9 +21,8 @@ Made from the docstrings by `python docs/make_algorithms.py`. The end of a docst
 `semrl_jax/algorithms` says what differs from the paper. An algorithm of your own is [one
 file](extending.md#an-algorithm).
 
-`--config.algorithms.name=NAME` chooses the advantages, `--config.algorithms.loss.surrogate=NAME`
-the loss of a token. Any pair can be combined. VERL's shaping acts on the advantages of each. RLOO
-with the loss of GSPO:
+`algorithms.name` chooses the advantages, `algorithms.loss.surrogate` the loss of a token. Any pair
+can be combined, and VERL's shaping acts on the advantages of each. RLOO with the loss of GSPO:
 
 ```bash
 python -m launch.train --config=configs/quickstart.py --workdir=runs/rloo_gspo \\
@@ -79,8 +78,7 @@ weights. Shaping acts on the whitened advantages, not on the returns.
 `rloo`, `opo`) subtracts the KL from the reward of each token. Those that compare responses take the
 sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must then be 0. With
 `algorithms.advantage.kl_target` the coefficient is multiplied after each step by
-1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), and logged as
-`algorithm/kl_coefficient`.
+1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593).
 
 ## Without reference answers
 
@@ -91,10 +89,10 @@ them as [`extracted`](verifiers.md#the-function).
 
 ## The probability of the reference answer
 
-`rewards.probability_after="<answer>"` (RLPR, arXiv:2506.18254) needs no rule that compares answers:
-the reward is the mean probability that the policy gives to the tokens of the reference answer after
-the last mark of a response, less their probability right after the prompt and the mark, from 0 to
-1. It costs a pass over the responses. The verifier's `correct` counts in the log alone.
+`rewards.probability_after="<answer>"` (RLPR, arXiv:2506.18254): the reward is the mean probability
+of the tokens of the reference answer after the last mark of a response, less their probability
+right after the prompt and the mark, from 0 to 1. It costs a pass over the responses. The verifier's
+`correct` counts in the log alone.
 
 ## Distillation
 
@@ -159,8 +157,7 @@ These are fields of `algorithms.batch_rules`:
 
 `--config.algorithms.aggregation=...`: `token_mean` weighs all tokens of the mini-batch equally,
 `response_mean` all responses, and `constant_length` divides the sum over tokens by the number of
-responses times `algorithms.constant_length` (Dr. GRPO). How a mini-batch is divided into
-micro-batches or over devices changes nothing.
+responses times `algorithms.constant_length` (Dr. GRPO).
 """
 
 

@@ -12,10 +12,10 @@ COPIES = {"evaluation.metric_options": "metrics"}  # sections with the fields of
 PAGE = pathlib.Path(__file__).with_name("configuration.md")
 HEAD = """# Settings
 
-Any field can be set from the command line, `--config.training.num_steps=10`, or in a config file
-that changes the default config, as those in `configs/` do. For a field with several values, repeat
-its flag. Defaults are in brackets. `--explain` prints the settings of a command, and `--dry_run`
-checks them ([runs](runs.md)).
+Any field is a flag, `--config.training.num_steps=10`, or is set in a config file, as those in
+`configs/` are. For several values, repeat the flag. Defaults are in brackets; an empty text is
+none, and a switch says what True does. `--explain` prints the settings of a command, and
+`--dry_run` checks them ([runs](runs.md)).
 
 `python docs/make_configuration.py` makes this page from `semrl_jax/settings`.
 """
@@ -71,7 +71,7 @@ def _code(value: object) -> str:
 
 def _linked(text: str) -> str:
     """The text with links to other pages, and without what the head of the page says."""
-    text = re.sub("[,;] repeat the flag", "", text)
+    text = re.sub("[,;] repeat the flag|^True: |; empty: none$|; empty: none(?=[.;])", "", text)
     return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
 
 

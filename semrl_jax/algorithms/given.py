@@ -55,9 +55,9 @@ def rl_plus(tokens: Tokens) -> Float[Array, "*tokens"]:
 def sft(tokens: Tokens) -> Float[Array, "*tokens"]:
     """-logprobs: supervised learning, next to the reinforcement learning of the sampled responses.
 
-    Given responses do not count in the mean reward of their group: their own is replaced by the
-    mean of the sampled ones. A deviation or a factor of the group's size still counts them. With
-    `rollout.given_when="failed"`, a failed group learns its demonstration alone.
+    The reward of given responses is replaced by the mean of the sampled ones. A deviation or a
+    factor of the group's size still counts them. With `rollout.given_when="failed"`, a failed group
+    learns its demonstration alone.
 
     Source: arXiv:2506.07527 (ReLIFT).
 

@@ -4,7 +4,7 @@ A = (r - q) / (std + epsilon), q the smallest reward with a share of at least `q
 below it; the deviation only with `normalise`
 
 With rewards 0 and 1 and a share p of correct responses, only the correct ones count where p <= 1 -
-quantile, and only the wrong ones elsewhere.
+quantile, else only the wrong ones.
 
 Source: arXiv:2509.22611, Eqs. 3 and 4, quantile 0.4; arXiv:2601.22582, the median.
 

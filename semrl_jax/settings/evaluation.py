@@ -37,9 +37,7 @@ MetricOptions = dataclasses.make_dataclass(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    every_steps: int = setting(
-        10, "also before the first and after the last update; 0: never", at_least=0
-    )
+    every_steps: int = setting(10, "also at the start and the end; 0: never", at_least=0)
     num_problems: int = setting(512, "at most, per held-out set or file", "problems", above=0)
     subset_seed: int = setting(
         -1, "seed that draws num_problems rows; -1: the first ones", at_least=-1

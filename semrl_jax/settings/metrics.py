@@ -36,8 +36,7 @@ class Metrics:
     )
     window: str = derived(
         _window,
-        "Prefixes that velocity and acceleration compare: exact, release or later. Follows "
-        "shaping.reproduce_release unless set",
+        "exact, release or later. Follows shaping.reproduce_release unless set",
         choices=WINDOWS,
     )
     method: str = setting("gram", "gram; or svd, slower, with 5 digits", choices=METHODS)
@@ -70,7 +69,7 @@ class Metrics:
         1, "host threads that measure", "threads", above=0, at_most=1024, may_change=True
     )
     device_batch: int = setting(
-        0, "N responses at a time on the accelerator; 0: on the host", "responses", at_least=0
+        0, "N at a time on the accelerator; 0: on the host", "responses", at_least=0
     )
 
 

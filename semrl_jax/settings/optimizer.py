@@ -12,7 +12,7 @@ from semrl_jax.support.fields import section, setting
 class Steps:
     """What the optimiser steps of policy and critic have each for themselves."""
 
-    learning_rate_warmup_steps: int = setting(0, "optimiser steps with a rising rate", at_least=0)
+    learning_rate_warmup_steps: int = setting(0, "steps with a rising rate", at_least=0)
     learning_rate_schedule: str = setting(
         "constant", "after the warm-up: constant, linear or cosine", choices=SCHEDULES
     )

@@ -36,11 +36,7 @@ class Rollout:
     engine: str = setting(
         "jax", "the trainer's own replica: jax, embedded, or vllm, a child process", choices=ENGINES
     )
-    recorded: str = setting(
-        "",
-        "Set by launch.replay: run whose recorded responses take the place of sampling",
-        may_change=True,
-    )
+    recorded: str = setting("", "Set by launch.replay", may_change=True)
     token_file: str = setting(
         "", "token for the addresses; empty: $SEMRL_ROLLOUT_TOKEN", may_change=True
     )
@@ -94,10 +90,10 @@ class Rollout:
     max_prompt_tokens: int = setting(512, "longer prompts of files are left out", above=0)
     max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
     stop_token_ids: tuple[int, ...] = setting(
-        (), "ids that end a response, in addition to the end token. docs/data.md", items=int
+        (), "ids that end a response. docs/data.md", items=int
     )
     stop_words: tuple[str, ...] = setting(
-        (), "words of one token that end a response, or verl:llama, ...; repeat the flag", items=str
+        (), "of one token, or verl:llama, ...; repeat the flag", items=str
     )
     stop_strings: tuple[str, ...] = setting(
         (), "texts that end a response; they may span tokens; repeat the flag", items=str
@@ -145,10 +141,7 @@ class Rollout:
         1, "devices of a copy of the weights; -1: the rest", "devices", may_change=True
     )
     jax_data_parallelism: int = setting(
-        1,
-        "copies of the weights, a power of two; -1: the rest. docs/clusters.md",
-        "devices",
-        may_change=True,
+        1, "copies of the weights; -1: the rest. docs/clusters.md", "devices", may_change=True
     )
     vllm_python: str = setting(
         ".venv-vllm/bin/python", "Python of vLLM's environment", may_change=True

@@ -26,7 +26,7 @@ class Sft:
     )
     evaluation_every_steps: int = setting(
         50,
-        "between evaluations, also before the first and after the last; 0: never",
+        "between evaluations, also at the start and the end; 0: never",
         at_least=0,
         may_change=True,
     )
@@ -50,9 +50,7 @@ class Sft:
     num_epochs: int = setting(1, "passes over the conversations", "epochs", above=0)
     num_steps: int = setting(0, "optimiser steps; above 0, replaces num_epochs", at_least=0)
     batch_size: int = setting(64, "per optimiser step", "conversations", above=0)
-    batch_tokens: int = setting(
-        0, "most per optimiser step; above 0, replaces batch_size", at_least=0
-    )
+    batch_tokens: int = setting(0, "per optimiser step; above 0, replaces batch_size", at_least=0)
     micro_batch_size: int = setting(
         8, "as training.micro_batch_size", "conversations", above=0, may_change=True
     )
