@@ -25,6 +25,7 @@ from benchmarks.evidence.studies import (
     STUDIES,
     Study,
 )
+from benchmarks.performance import LEFT_OUT
 from semrl_jax.evaluation.scores.pass_at_k import pass_at_k
 from semrl_jax.jobs.result_directory import SAMPLES
 from semrl_jax.jobs.sweep import Variant
@@ -247,9 +248,7 @@ def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list
 
 def measured_on(record: Mapping[str, Any]) -> str:
     """The machine, JAX and the revision; the record has the other packages too."""
-    hardware, _, versions = record["machine"].partition("; ")
-    kept = [part for part in versions.split(", ") if part.startswith(("jax ", "git "))]
-    return f"{hardware}; {', '.join(kept)}"
+    return LEFT_OUT.sub("", record["machine"])
 
 
 def shown(value: float, spec: str) -> str:
