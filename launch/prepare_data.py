@@ -13,7 +13,6 @@ network (one line names it).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import http.client
 import itertools
@@ -33,6 +32,7 @@ from semrl_jax import data
 from semrl_jax.evaluation.benchmark_spec import BenchmarkReader
 from semrl_jax.evaluation.catalogue import GROUPS, find, members, names
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.safe_files import replacing
 
 
 class Source(NamedTuple):
@@ -218,10 +218,9 @@ def valid_rows(
 
 def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """Writes a .jsonl or .parquet file, complete or not at all; UserError if it cannot be."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with staging.open("xb") as file:
+        with replacing(path, durable=True) as file:
             if path.suffix == ".parquet":
                 import pyarrow
                 import pyarrow.parquet
@@ -232,9 +231,8 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
             else:
                 for row in with_progress(rows, "written"):
                     file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
+    except UserError:
+        raise
     except OSError as e:
         if e.errno in DISK_FULL:
             raise
@@ -243,9 +241,6 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
         raise UserError(
             f"--output={path} cannot hold these rows ({e}); try the other format."
         ) from e
-    finally:
-        with contextlib.suppress(OSError):
-            staging.unlink()
 
 
 def with_progress(items: Iterable[T], done: str) -> Iterator[T]:

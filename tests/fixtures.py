@@ -16,6 +16,7 @@ from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout
 from tests.tiny import tiny_config
 
+TURNS = "Write about w12345. 2 of 17. More! user assistant"  # of tests.environments.users
 # Keys whose values differ between two runs of one config.
 VOLATILE = ("time/", "_per_s", "policy/mfu")
 
@@ -124,9 +125,10 @@ def save_model(directory, tokenizer=None, **changes):
     models.save_directory(directory, params, config, tokenizer)
 
 
-def save_chat_model(directory, texts, vocab_size=280, head_dim=16, **changes):
+def save_chat_model(directory, texts=TURNS, vocab_size=280, head_dim=16, **changes):
     """Writes a random Qwen2, and a tokenizer with a chat template that is trained on the texts."""
     texts = [texts] if isinstance(texts, str) else texts
     sizes = {"hidden_size": 2 * head_dim, "intermediate_size": 32, "head_dim": head_dim}
     tokenizer = data.train_tokenizer(texts, vocab_size)
     save_model(directory, tokenizer, tie_embeddings=True, **sizes | changes)
+    return directory

@@ -14,7 +14,7 @@ import pytest
 from semrl_jax import data, models
 from semrl_jax.analysis.runs import find_steps, read_responses
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
-from semrl_jax.evaluation.samples import read_samples, write_samples
+from semrl_jax.evaluation.samples import read_samples
 from semrl_jax.jobs import score, view
 from semrl_jax.models import peft
 from semrl_jax.models.directory import check_params
@@ -25,7 +25,7 @@ from semrl_jax.sampling.replicas import read_addresses
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import KEYS
 from tests.cases import refused
-from tests.evaluation.making import make_sample
+from tests.evaluation.making import make_sample, write_samples
 from tests.jobs.test_view import write_samples as write_responses
 from tests.models.test_lora import CONFIG, LORA, POLICY, trained
 from tests.pages.report.making import make_run

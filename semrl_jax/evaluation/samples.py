@@ -131,11 +131,6 @@ def table_of(samples: Sequence[Sample]) -> pa.Table:
     return response_files.table_of(columns)
 
 
-def write_samples(file: pathlib.Path, samples: Sequence[Sample]) -> None:
-    """Writes samples; the file is complete or missing."""
-    response_files.write(file, table_of(samples))
-
-
 def read_samples(file: pathlib.Path) -> list[Sample]:
     """The samples of a file, in its order, without tokens; UserError if it has no samples."""
     if not file.is_file():

@@ -3,7 +3,8 @@
 import math
 
 from semrl_jax.evaluation.results import Results, as_results, evaluate
-from semrl_jax.evaluation.samples import Sample
+from semrl_jax.evaluation.samples import Sample, table_of
+from semrl_jax.support import response_files
 
 
 def make_sample(group_id=0, sample_index=0, correct=False, **fields) -> Sample:
@@ -39,6 +40,10 @@ def make_problems(table, **columns) -> list[list[Sample]]:
         ]
         for p, row in enumerate(table)
     ]
+
+
+def write_samples(file, samples) -> None:
+    response_files.write(file, table_of(samples))
 
 
 def results_of(samples, scores, options, groups=None) -> Results:

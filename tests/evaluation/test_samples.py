@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.data import PromptExample
-from semrl_jax.evaluation.samples import COLUMNS, read_samples, sampled, write_samples
+from semrl_jax.evaluation.samples import COLUMNS, read_samples, sampled
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import kind_of
-from tests.evaluation.making import make_sample
+from tests.evaluation.making import make_sample, write_samples
 from tests.fixtures import make_scored
 
 

@@ -17,8 +17,7 @@ GAME = "tests.environments.users:Vowels"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_chat_model(directory, "Write about w12345. 2 of 17. More! user assistant", 280)
+    directory = save_chat_model(tmp_path_factory.mktemp("models") / "tiny")
     (found,) = find_policies(str(directory), None)
     return found
 

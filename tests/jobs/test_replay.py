@@ -474,7 +474,7 @@ def test_other_runs_replay_too(tmp_path, name):
 @pytest.mark.soak
 def test_episodes_replay_with_recorded_answers_too(tmp_path, monkeypatch):
     """With records, no environment is asked."""
-    save_chat_model(tmp_path / "model", "Write about w12345. 2 of 17. More! user assistant", 280)
+    save_chat_model(tmp_path / "model")
     fields = {
         "model.path": str(tmp_path / "model"), "data.task": "environment", "data.num_prompts": 8,
         "environment.name": "tests.environments.users:Vowels", "environment.num_workers": 2,

@@ -12,7 +12,7 @@ import pytest
 from semrl_jax.data import PromptExample
 from semrl_jax.evaluation.evaluator import Benchmark
 from semrl_jax.evaluation.protocols import Plan
-from semrl_jax.evaluation.samples import not_sampled, sampled, table_of, write_samples
+from semrl_jax.evaluation.samples import not_sampled, sampled, table_of
 from semrl_jax.evaluation.scores import pass_at_k
 from semrl_jax.jobs import result_directory, view
 from semrl_jax.jobs.evaluate import Call, _check_complete, _write_array
@@ -20,7 +20,7 @@ from semrl_jax.jobs.result_directory import RECORD, Part, open_results
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
-from tests.evaluation.making import make_sample
+from tests.evaluation.making import make_sample, write_samples
 from tests.fixtures import make_scored
 
 SAMPLES = [make_sample(0, 0, True, benchmark="sums", mean_logprob=-1.0)]

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -70,6 +71,18 @@ def start_replica(config=TINY, port=0) -> tuple[subprocess.Popen, str]:
     """Starts `launch.rollout`; returns the process and its address. Port 0 takes a free port."""
     process = start("launch.rollout", f"--config={config}", f"--port={port}")
     return process, read_until(process, "listens on").split()[-1]
+
+
+@pytest.fixture
+def warmed(uninterrupted, tmp_path) -> pathlib.Path:
+    """A run directory with the warm start done and no step taken.
+
+    `uninterrupted` is a fixture of the module: a finished run.
+    """
+    workdir = tmp_path / "run"
+    shutil.copytree(uninterrupted / "warm_start", workdir / "warm_start")
+    shutil.copy(uninterrupted / "config.json", workdir)
+    return workdir
 
 
 @pytest.fixture

@@ -34,8 +34,7 @@ AHEAD = (
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """The flags of a run with a random Qwen2 and a trained tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_chat_model(directory, "Write about w12345. 2 of 17. More! user assistant", 280)
+    directory = save_chat_model(tmp_path_factory.mktemp("models") / "tiny")
     return (*FLAGS, f"--config.model.path={directory}")
 
 

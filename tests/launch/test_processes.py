@@ -29,15 +29,6 @@ def uninterrupted(tmp_path_factory):
     return workdir
 
 
-@pytest.fixture
-def warmed(uninterrupted, tmp_path):
-    """A run directory with the warm start done and no step taken."""
-    workdir = tmp_path / "run"
-    shutil.copytree(uninterrupted / "warm_start", workdir / "warm_start")
-    shutil.copy(uninterrupted / "config.json", workdir)
-    return workdir
-
-
 def assert_close_rows(workdir, expected, first=0):
     """Compares rows except times and counts of replicas, with the rounding of a few steps."""
     rows, wanted = stable(read_rows(workdir)), stable(read_rows(expected))

@@ -1,7 +1,6 @@
 """A run that is ended by a signal, or sampled by another process, gives the same results."""
 
 import pathlib
-import shutil
 import signal
 
 import pytest
@@ -21,15 +20,6 @@ def uninterrupted(tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
     result = train(workdir)
     assert result.returncode == 0, result.stderr
-    return workdir
-
-
-@pytest.fixture
-def warmed(uninterrupted, tmp_path) -> pathlib.Path:
-    """A run directory with the warm start done and no step taken."""
-    workdir = tmp_path / "run"
-    shutil.copytree(uninterrupted / "warm_start", workdir / "warm_start")
-    shutil.copy(uninterrupted / "config.json", workdir)
     return workdir
 
 

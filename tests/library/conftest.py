@@ -20,5 +20,4 @@ ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model") / "chat"
-    save_chat_model(directory, "0123456789 + = " * 20, 300)
-    return directory
+    return save_chat_model(directory, "0123456789 + = " * 20, 300)

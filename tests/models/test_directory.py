@@ -506,10 +506,21 @@ def test_a_hub_that_does_not_answer_is_one_line(failure, tmp_path, monkeypatch):
 
 
 MEASURE = """
-import sys
-from benchmarks.model_loading import load
-import pathlib
-print(load(sys.argv[1], pathlib.Path(sys.argv[2]))["peak MiB"])
+import os, pathlib, sys
+import jax
+from benchmarks.machine import peak_mib
+from semrl_jax import models
+
+way, directory = sys.argv[1], pathlib.Path(sys.argv[2])
+config, shardings = models.load_config(directory), None
+jax.block_until_ready(jax.numpy.zeros(1))
+if way == "devices":
+    mesh = models.make_mesh({"replica": 1, "fsdp": -1, "sequence": 1, "tensor": 1})
+    shardings = models.parameter_shardings(models.Policy(config).shapes(), mesh)
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+before = peak_mib(os.getpid())
+loaded = models.load_params(directory, config, shardings)
+print(peak_mib(os.getpid()) - before)
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -17,6 +18,7 @@ from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.algorithms.credit import Memory, assign_credit
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.metrics import flatten
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.rewards import Verdict
@@ -24,6 +26,7 @@ from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.batch_rewards import group_rewards
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
+from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.passes import PassPlan, credit_rules
 from semrl_jax.training.policy_update import batch_logprobs
@@ -56,6 +59,24 @@ class Model:
         """Parameters, or anything shaped like them, under their transformers names."""
         pairs = models.iterate_hf_tensors(params, self.policy.config, "float32")
         return {spec.name: array for spec, array in pairs}
+
+
+def learner(config, model: Model, reference=None, critic: Critic | None = None) -> Learner:
+    """The learner of a run of one process, on one device."""
+    algorithm = load_algorithm(config.algorithms.to_dict())
+    return Learner(
+        config=config,
+        algorithm=algorithm,
+        plan=PassPlan.of(algorithm, config),
+        policy=model.policy,
+        mesh=models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1]),
+        reference=reference,
+        optimizer=optimizer_of(config, "training"),
+        pad_token_id=0,
+        peers=Peers(),
+        device_lock=threading.Lock(),
+        critic=critic,
+    )
 
 
 def read_rollouts(file: pathlib.Path, group_size: int) -> Scored:

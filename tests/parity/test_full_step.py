@@ -5,22 +5,15 @@ import dataclasses
 import functools
 import pathlib
 import re
-import threading
 
-import jax
 import numpy as np
 import pytest
 import torch
 
 from configs import quickstart
-from semrl_jax import models
-from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.algorithms.credit import Credit
-from semrl_jax.cluster.peers import Peers
-from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.training.learner import ForwardPasses, Learner
-from semrl_jax.training.passes import PassPlan
+from semrl_jax.training.learner import ForwardPasses
 from semrl_jax.training.policy_update import TokenPass
 from semrl_jax.training.train_state import init_state
 from tests.parity import reference, system
@@ -361,23 +354,10 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     """The update of a whole run, which slices the batch itself."""
     case = CASES["two mini-batches"]
     model, config, prepared = world.models[case.tied], case.config(), world.prepare(case)
-    optimizer = optimizer_of(config, "training")
-    mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
-    algorithm = load_algorithm(config.algorithms.to_dict())
-    learner = Learner(
-        config=config,
-        algorithm=algorithm,
-        plan=PassPlan.of(algorithm, config),
-        policy=model.policy,
-        mesh=mesh,
-        reference=None,
-        optimizer=optimizer,
-        pad_token_id=0,
-        peers=Peers(),
-        device_lock=threading.Lock(),
-    )
+    learner = system.learner(config, model)
     passes = ForwardPasses(TokenPass(prepared.old_logprobs, None, None), prepared.ref_logprobs)
-    state = init_state(model.params, optimizer, system.shaping_state(config, None), mesh)
+    shaping = system.shaping_state(config, None)
+    state = init_state(model.params, learner.optimizer, shaping, learner.mesh)
     state, scalars, _ = learner.update(state, prepared.batch, passes, Credit(prepared.shaped))
     before, after = model.tensors(model.params), model.tensors(state.params)
     changes = {name: after[name] - before[name] for name in before}

@@ -2,7 +2,6 @@
 
 import copy
 import pathlib
-import threading
 
 import jax
 import numpy as np
@@ -13,14 +12,12 @@ import transformers
 
 from configs import quickstart
 from semrl_jax import models
-from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.algorithms.credit import assign_credit
-from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.batch_rewards import group_rewards
 from semrl_jax.support.clock import Clock
-from semrl_jax.training.learner import Critic, Learner
-from semrl_jax.training.passes import PassPlan, credit_rules
+from semrl_jax.training.learner import Critic
+from semrl_jax.training.passes import credit_rules
 from semrl_jax.training.rollout_batch import credited_tokens
 from tests.parity import system
 from tests.parity.models import disturbed, fill, random_model
@@ -172,22 +169,11 @@ def jax_step(directories, scored, config):
     """One step through the same calls as in the training loop."""
     policy, critic = (pathlib.Path(d) for d in (directories[0], directories[2]))
     model = system.Model.load(policy, directories[1])
-    mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
     value_model = models.ValueModel.of(models.Policy(models.load_config(critic)))
-    algorithm = load_algorithm(config.algorithms.to_dict())
-    learner = Learner(
-        config=config,
-        algorithm=algorithm,
-        plan=PassPlan.of(algorithm, config),
-        policy=model.policy,
-        mesh=mesh,
-        reference=jax.device_put(model.reference),
-        optimizer=optimizer_of(config, "training"),
-        pad_token_id=0,
-        peers=Peers(),
-        device_lock=threading.Lock(),
-        critic=Critic(value_model, optimizer_of(config, "critic")),
-    )
+    learner = system.learner(
+        config, model, jax.device_put(model.reference),
+        Critic(value_model, optimizer_of(config, "critic")),
+    )  # fmt: skip
     start = models.load_value_params(critic, value_model)
     state = learner.first_state(model.params, start)
     start = jax.device_get(state.critic.params)
@@ -198,7 +184,7 @@ def jax_step(directories, scored, config):
     passes = passes._replace(values=passes.values + added)
     rewards = group_rewards(scored, config, 0)
     tokens = credited_tokens(batch, scored)
-    rules = credit_rules(algorithm, config, learner.plan)
+    rules = credit_rules(learner.algorithm, config, learner.plan)
     credit = assign_credit(rules, rewards, {}, passes.arrays(), tokens, state.memory)
     tokens = {
         "values": passes.values, "returns": credit.returns, "advantages": credit.advantages,

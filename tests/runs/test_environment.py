@@ -20,9 +20,7 @@ STOPS = 40  # one token in seven ends a turn: an untrained policy never writes t
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_chat_model(directory, "Write about w12345. 2 of 17. More! user assistant", 280)
-    return directory
+    return save_chat_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

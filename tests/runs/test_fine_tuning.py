@@ -15,9 +15,7 @@ from tests.fixtures import read_rows, save_chat_model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_chat_model(directory, "What is 1 plus 1?", 270)
-    return directory
+    return save_chat_model(tmp_path_factory.mktemp("models") / "tiny", "What is 1 plus 1?", 270)
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_responses_of_several_calls_have_the_experts_of_all_tokens(tmp_path, kin
     config.training.num_steps = 4
     config.model.path, config.model.family = str(path), ""
     if kind == "turns":
-        save_chat_model(path, "Write about w12345. 2 of 17. More! user assistant", **changes)
+        save_chat_model(path, **changes)
         config.data.task, config.data.num_prompts = "environment", 8
         config.environment.name = "tests.environments.users:Vowels"
         config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 64, 96

@@ -31,8 +31,7 @@ def write_problems(file, questions=QUESTIONS):
 def model(tmp_path_factory):
     """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_chat_model(directory, QUESTIONS, max_position_embeddings=128)
-    return directory
+    return save_chat_model(directory, QUESTIONS, max_position_embeddings=128)
 
 
 @pytest.fixture

@@ -19,14 +19,12 @@ def test_bonus_matches_the_recorded_one(golden, release):
     eta = 2 * float(np.abs(aux).max())
     values = (1 + np.arctanh(aux / eta)).astype(np.float32)
     state = shaping.init_shaping_state(("effective_rank",), guidance="effective_rank")
-    state = by_name.update_shaping_state(
-        state,
-        {"effective_rank": np.ones(1, np.float32)},
-        indicators=("effective_rank",),
-        explore_weights=(1.0,),
-        exploit_weights=(1.0,),
-        guidance="effective_rank",
-    )
+    by_rank = {
+        "indicators": ("effective_rank",), "explore_weights": (1.0,), "exploit_weights": (1.0,),
+        "guidance": "effective_rank",
+    }  # fmt: skip
+    ones = {"effective_rank": np.ones(1, np.float32)}
+    state = by_name.update_shaping_state(state, ones, **by_rank)
     actual, _ = by_name.shape_advantages(
         jnp.asarray(data["grpo_advantages"]),
         {"effective_rank": values},
@@ -35,10 +33,7 @@ def test_bonus_matches_the_recorded_one(golden, release):
         reproduce_release=release,
         eta=eta,
         kappa=2.0,
-        indicators=("effective_rank",),
-        explore_weights=(1.0,),
-        exploit_weights=(1.0,),
-        guidance="effective_rank",
+        **by_rank,
     )
     name = "last_token" if release else "all_tokens"
     # 1e-6: the hyperbolic tangent and its inverse, in float32.

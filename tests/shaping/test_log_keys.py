@@ -156,7 +156,7 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path, monkeypatch)
         }
     )
     keys |= keys_of_run(config, tmp_path / "ppo")
-    save_chat_model(tmp_path / "model", "Write about w12345. 2 of 17. More! user assistant", 280)
+    save_chat_model(tmp_path / "model")
     with_turns = tiny_config()
     with_turns.update_from_flattened_dict(
         {

@@ -15,7 +15,7 @@ from semrl_jax.evaluation.generated_files import (
     response_table,
     write_conversations,
 )
-from semrl_jax.evaluation.samples import read_samples, write_samples
+from semrl_jax.evaluation.samples import read_samples
 from semrl_jax.jobs import view
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.pages.report import recorded_responses
@@ -24,7 +24,7 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import COLUMNS, METRICS, OLD_NAMES, SCORES
-from tests.evaluation.making import make_sample
+from tests.evaluation.making import make_sample, write_samples
 from tests.fixtures import make_scored
 from tests.old_formats import EVALUATION, GENERATION, make_old, make_old_rollouts
 
