@@ -10,8 +10,6 @@ from tests.cases import slow_after
 from tests.launch.conftest import ROOT, TINY, environment, run, start, succeed
 
 MISTAKES = {
-    "unknown field": (["--config.foo=1"], "--config.foo is no field of the config"),
-    "unknown flag": (["--foo=1"], "--foo is unknown; see --help"),
     "stray word": (["foo"], "'foo' is not a flag"),
     "model directory missing": (["--config.model.path=/nowhere"], "does not exist"),
     "stop token": (["--config.rollout.stop_token_ids=99"], "stop_token_ids has 99"),
@@ -39,14 +37,8 @@ def assert_one_line(result, message):
     assert lines[0].startswith("python -m launch.") and message in lines[0]
 
 
-# Commands that import JAX before the mistake take seconds each, so they are in the slower suites.
-QUICK = ("unknown field", "unknown flag", "stray word")
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES],
-)
+# All but the first import JAX before the mistake, which takes seconds.
+@pytest.mark.parametrize("mistake", slow_after(1, MISTAKES))
 def test_train_names_the_mistake(mistake, tmp_path):
     flags, message = MISTAKES[mistake]
     result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}", *flags)
