@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from semrl_jax.runs import validate
-from semrl_jax.sampling.batch_rewards import group_rewards, overlong_penalty, turn_rewards
+from semrl_jax.sampling.batch_rewards import group_rewards, overlong_penalty, span_rewards
 from tests.cases import raised
 from tests.fixtures import make_scored
 
@@ -54,7 +54,7 @@ def test_turns_go_where_the_rewards_of_their_episodes_go(config):
             dataclasses.replace(item, rollout=dataclasses.replace(item.rollout, **episode))
         )
     for config.rewards.shuffle in (False, True):
-        found = turn_rewards(scored, config, 3)
+        found = span_rewards(scored, config, 3)
         for index, rewards in zip(group_rewards(scored, config, 3).ravel().astype(int), found):
             assert rewards.tolist() == [index] * (0 if index in (2, 3) else 1 + index % 3)
 
