@@ -154,8 +154,12 @@ def test_removed_responses_are_not_trained_on(config):
     case = Case(5, 4)
     config.algorithms.name, config.algorithms.advantage.num_removed = "prof", 2
     for config.shaping.target in ("none", "reward"):
-        given_ = config, case.rewards, make_metrics(0), case.mask, init_shaping_state()
-        found = credit_of(*given_, spans=case.passes.spans)
+        baselines = init_shaping_state()
+        for seed in range(2):  # there is no bonus before there are baselines
+            given_ = config, case.rewards, make_metrics(seed), case.mask, baselines
+            found = credit_of(*given_, spans=case.passes.spans)
+            baselines = found.memory.shaping
+        assert ("reward/shaped/mean" in found.scalars) == (config.shaping.target == "reward")
         kept = prof(case, 2)[0].reshape(-1, 1)
         np.testing.assert_array_equal(found.response_mask, case.mask & kept)
         assert found.scalars["algorithm/selected_fraction"] == 0.5

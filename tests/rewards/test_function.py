@@ -78,7 +78,7 @@ class Cheat(Verdict):
         *({"score": 1.0, "steps": steps} for steps in (
             None, 3, "12", [3], [(3,)], [(3, 0.5, 1)], [(0, 0.5)], [(5, 0.5)], [(1.0, 0.5)],
             [(2, 0.5), (2, 0.5)], [(3, 0.5), (1, 0.5)], [(1, float("nan"))], [(1, None)],
-            [(1, 2e9)], [(i, 0.0) for i in range(MAX_STEPS + 1)],
+            [(1, 2e9)],
         )),
     ],
     ids=lambda result: type(result).__name__,
@@ -105,6 +105,10 @@ def test_steps_are_plain_pairs():
     assert verdict.steps == ((1, 0.5), (4, -1.0))
     assert [type(value) for step in verdict.steps for value in step] == [int, float] * 2
     assert as_verdict(verdict, "text") == verdict and as_verdict(1, "text").steps == ()
+    many = [(end, 0.0) for end in range(1, MAX_STEPS + 2)]
+    assert len(as_verdict({"score": 1, "steps": many[1:]}, "x" * len(many)).steps) == MAX_STEPS
+    with pytest.raises(NonsenseError, match=f"at most {MAX_STEPS} pairs"):
+        as_verdict({"score": 1, "steps": many}, "x" * len(many))
 
 
 def test_an_error_without_text_has_a_text():
