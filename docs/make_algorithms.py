@@ -170,7 +170,8 @@ LEFT_OUT = """## Left out
 | AMPO's choice of teachers | by log-probabilities of the answer; here the first responses enter |
 | Guide, GHPO, SEELE | hints, or a part of a solution, in the prompts of some responses of a group |
 | CalibRL | a loss of sampled responses that compares them with the given one |
-| CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
+| ReST-RL | groups that begin with parts of earlier responses; search in a tree by a value model |
+| judges of CAPO, FAPO, PROF | models that judge steps; here [a function](verifiers.md) does |
 | SvS, MAE, SSP, SSRL | the policy writes its problems; here they are given |
 | ROVER | the values of all next tokens, with a softmax of its own in the sampler |
 | LaSeR | the log-probability of a token that was not sampled, with a gradient in the update |

@@ -295,6 +295,9 @@ class Rollout:
         in each of the M layers that have experts, in the order of the tokens; the largest number
         of the dtype: not known. The last token has none, and so may others at the end. None if not
         requested.
+      step_ends: int32, ascending, the index of the last token of each step, which is a part of the
+        response that the reward function judged by itself; None if it judged none.
+      step_rewards: float32, of each step.
     """
 
     sample_id: str
@@ -325,6 +328,8 @@ class Rollout:
     verdicts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     prompt_logprobs: Float[np.ndarray, " P"] | None = None
     routed_experts: UInt[np.ndarray, "_ M C"] | None = None
+    step_ends: Int[np.ndarray, " _"] | None = None
+    step_rewards: Float[np.ndarray, " _"] | None = None
 
     def __post_init__(self):
         if self.response_mask is None:
@@ -400,8 +405,9 @@ TOKEN_ARRAYS = (
     TokenArray("conversations", "<i4", is_optional=True),
     *(
         TokenArray(name, "<f4", is_optional=True, is_per_token=False)
-        for name in ("turn_rewards", *TURN_METRICS)
+        for name in ("turn_rewards", *TURN_METRICS, "step_rewards")
     ),
+    TokenArray("step_ends", "<i4", is_optional=True, is_per_token=False),
 )
 
 

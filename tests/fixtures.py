@@ -38,6 +38,8 @@ def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> 
         response_mask=fields.get("response_mask"),
         effective_ranks=fields.get("effective_ranks"),
         turn_rewards=fields.get("turn_rewards"),
+        step_ends=fields.get("step_ends"),
+        step_rewards=fields.get("step_rewards"),
     )
     verdict = Verdict(
         score=score,

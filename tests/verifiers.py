@@ -41,3 +41,10 @@ def by_row(response, reference, row):
 def by_sign(response, reference):
     """A reward below 0 for about half of the responses of an untrained policy."""
     return {"score": 1.0 if len(response) % 2 else -1.0, "correct": bool(len(response) % 2)}
+
+
+def of_steps(response, reference):
+    """Steps of 5 characters, with a reward that depends on their text, and a score by parity."""
+    ends = range(5, len(response) + 1, 5)
+    steps = [(end, (ord(response[end - 1]) % 5 - 2) / 2) for end in ends]
+    return {"score": float(len(response) % 2), "correct": True, "steps": steps}

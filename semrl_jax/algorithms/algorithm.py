@@ -28,6 +28,10 @@ With `Needs.state`, which is kept from step to step and in checkpoints, two more
 - `next_state(state, rewards, passes, response_mask, options)`: after a step, with the same names,
   shapes and dtypes (write 1.0, not 1).
 
+With `Needs.selects`, one more, of rewards as they came, without the bonus of the shaping:
+
+- `selected(rewards, passes, response_mask, options)`: bool [P, G], which responses are trained on.
+
 With `Needs.prompt_state` there is a state of each prompt: `first_state` gives that of one, and the
 functions above get the states of the prompts of the batch, with P as the first axis of each leaf.
 
@@ -38,7 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -55,6 +59,7 @@ from semrl_jax.support.modules import load_module, running
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
 PARTS_FOR = {"values": ("returns", "value_loss"), "state": ("first_state", "next_state")}
 PARTS_FOR["prompt_state"] = PARTS_FOR["state"]
+PARTS_FOR["selects"] = ("selected",)
 # Scalars of the update itself.
 RESERVED = {
     f"{model}/{name}"
@@ -69,7 +74,7 @@ State = dict[str, Any]  # a pytree of arrays
 class Needs(NamedTuple):
     """What an algorithm needs in addition to the policy's own log-probabilities."""
 
-    groups: bool = False  # at least two responses per prompt
+    groups: bool = False  # several responses per prompt, see `least_group`
     # For the loss, log-probabilities of the policy at the start of the update, or of the frozen
     # reference; and which sequence of its row each token belongs to.
     old_logprobs: bool = False
@@ -84,7 +89,8 @@ class Needs(NamedTuple):
     # before the update, which otherwise computes them itself.
     early_old_logprobs: bool = False
     early_reference: bool = False
-    turn_rewards: bool = False  # at the last token of each turn, see `placed_rewards`
+    # The rewards at the last tokens of turns and steps, see `placed_rewards`, with `Passes.spans`.
+    turn_rewards: bool = False
     positive_rewards: bool = False  # a reward below 0 ends the run
     given: bool = False  # for the loss, which tokens are of given responses
     given_apart: bool = False  # given responses do not count in the statistics of their groups
@@ -92,6 +98,9 @@ class Needs(NamedTuple):
     # `data.teacher_input`; no reference is loaded for them.
     own_teacher: bool = False
     prompt_state: bool = False  # something that is kept of each prompt
+    least_group: int = 2  # responses per prompt with `groups`
+    spans: bool = False  # `Passes.spans`, in addition to the rewards of responses
+    selects: bool = False  # leaves responses out of the update; `Passes.selected` are the others
 
     @property
     def keeps(self) -> bool:
@@ -99,16 +108,28 @@ class Needs(NamedTuple):
         return self.state or self.prompt_state
 
 
+class Spans(NamedTuple):
+    """The parts of responses that have rewards: turns of an episode, or steps of a response."""
+
+    rewards: Float[Array, "B T"]  # float32, at the last token of each part, 0.0 elsewhere
+    ends: Bool[Array, "B T"]  # True on these tokens
+
+
 class Passes(NamedTuple):
-    """Results of the forward passes before the update, float32; None if not needed."""
+    """What is known before the update; None if not needed.
+
+    The first three are float32 results of forward passes.
+    """
 
     old_logprobs: Float[Array, "B T"] | None = None  # nats
     ref_logprobs: Float[Array, "B T"] | None = None
     values: Float[Array, "B T"] | None = None  # before each token, in the unit of the rewards
+    spans: Spans | None = None
+    selected: Bool[Array, "P G"] | None = None
 
 
-class NegativeReward(UserError):
-    """A reward that the algorithm cannot use."""
+class UnusableRewards(UserError):
+    """Rewards that the algorithm cannot use."""
 
     agreed = True  # every process has the same rewards, so every process raises it
 
@@ -124,14 +145,23 @@ class Algorithm:
     def needs(self) -> Needs:
         return self.module.needs(self.options)
 
-    def check_rewards(self, *rewards: Float[np.ndarray, "*axes"]) -> None:
-        """UserError for a reward below 0 if these have no meaning for the algorithm."""
-        least = min(array.min(initial=0.0) for array in rewards)
+    def check_rewards(
+        self,
+        rewards: Float[np.ndarray, "P G"],
+        of_spans: Sequence[Float[np.ndarray, " _"]] | None = None,
+    ) -> None:
+        """UserError if the rewards of a batch have no meaning for the algorithm."""
+        name = f"algorithms.name={self.module.__name__.rpartition('.')[2]!r}"
+        least = min(array.min(initial=0.0) for array in (rewards, *(of_spans or ())))
         if self.needs.positive_rewards and least < 0:
-            raise NegativeReward(
-                f"a response or turn has the reward {least:g}, but algorithms.name="
-                f"{self.module.__name__.rpartition('.')[2]!r} is for rewards of at least 0; change "
-                "the rewards, or choose another algorithm."
+            raise UnusableRewards(
+                f"a response or turn has the reward {least:g}, but {name} is for rewards of at "
+                "least 0; change the rewards, or choose another algorithm."
+            )
+        if self.needs.spans and not any(map(len, of_spans or ())):
+            raise UnusableRewards(
+                f"{name} needs rewards of steps, but none of the {rewards.size} responses of the "
+                "batch has one; return `steps` (docs/verifiers.md), or choose another algorithm."
             )
 
     def advantages(
@@ -143,6 +173,11 @@ class Algorithm:
     ) -> Float[Array, "B T"]:
         of = self._with_state(self.module.advantages, state)
         return of(rewards, passes, response_mask, self.options)
+
+    def selected(
+        self, rewards: Float[Array, "P G"], passes: Passes, response_mask: Bool[Array, "B T"]
+    ) -> Bool[Array, "P G"]:
+        return self.module.selected(rewards, passes, response_mask, self.options)
 
     def returns(
         self,
@@ -262,12 +297,12 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
     def of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def check(part: str, found: Any, *shape: int) -> None:
+    def check(part: str, found: Any, *shape: int, dtype: Any = jnp.float32) -> None:
         kind = getattr(found, "dtype", type(found).__name__), getattr(found, "shape", ())
-        if kind != (jnp.float32, shape):
+        if kind != (dtype, shape):
             raise UserError(
-                f"{field}: {part} of {module.__name__} must be float32 of shape {shape} here, not "
-                f"{kind[0]} of shape {kind[1]}."
+                f"{field}: {part} of {module.__name__} must be {jnp.dtype(dtype)} of shape {shape} "
+                f"here, not {kind[0]} of shape {kind[1]}."
             )
 
     size = 3 * group_size, 5  # of the batch
@@ -275,8 +310,13 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
     needed = (needs.early_old_logprobs, early, needs.values)
     passes = Passes(*(of(*size) if is_needed else None for is_needed in needed))
     mask = of(*size, dtype=jnp.bool_)
+    if needs.spans or needs.turn_rewards:
+        passes = passes._replace(spans=Spans(of(*size), mask))
     batch = of(3, group_size), passes, mask
-    credited = of(3, group_size, *size[1:] * needs.turn_rewards), passes, mask
+    seen = passes
+    if needs.selects:
+        seen = passes._replace(selected=of(3, group_size, dtype=jnp.bool_))
+    credited = of(3, group_size, *size[1:] * needs.turn_rewards), seen, mask
     state: State = {}
     if needs.keeps:
         with running(field, module, "first_state"):
@@ -305,6 +345,10 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
                 **extra,
             )
         check(part, found, *size)
+    if needs.selects:
+        with running(field, module, "selected"):
+            found = jax.eval_shape(lambda *arrays: module.selected(*arrays, options), *batch)
+        check("selected", found, 3, group_size, dtype=jnp.bool_)
     with running(field, module, "token_weights"):
         found = jax.eval_shape(lambda mask: module.token_weights(mask, options), mask)
     check("token_weights", found, *size)

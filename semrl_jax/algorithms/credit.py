@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
+from semrl_jax.algorithms.algorithm import Algorithm, Passes, Spans, State
 from semrl_jax.algorithms.given import without_given
 from semrl_jax.algorithms.importance import importance_weights
 from semrl_jax.algorithms.turn_credit import placed_rewards
@@ -54,8 +54,7 @@ class Tokens(NamedTuple):
     truncated: Bool[Array, " B"]  # whether a response ended at the limit of its length
     # Nats, as the engine reported; read only for importance weights.
     rollout_logprobs: Float[Array, "B T"] | None = None
-    # At the last token of each turn, 0.0 elsewhere; read only with `Needs.turn_rewards`.
-    turn_rewards: Float[Array, "B T"] | None = None
+    spans: Spans | None = None  # read only with `Needs.turn_rewards` or `Needs.spans`
     given: Bool[Array, " B"] | None = None  # responses that nobody sampled; None: there are none
     # Which prompt of the data each group answers; read only with `Needs.prompt_state`.
     prompts: Int[Array, " P"] | None = None
@@ -98,6 +97,7 @@ def assign_credit(
       memory: before this step.
     """
     algorithm, shaping = rules.algorithm, vars(rules.shaping)
+    passes = passes._replace(spans=tokens.spans)
     mask, (baselines, kept), scalars = tokens.response_mask, memory, {}
     of_engine, sampled = mask, None  # None: all responses are sampled
     if tokens.given is not None:
@@ -112,11 +112,15 @@ def assign_credit(
         """The rewards as the algorithm takes them: of responses, or of turns."""
         if not algorithm.needs.turn_rewards:
             return rewards
-        return placed_rewards(rewards, tokens.turn_rewards, tokens.response_mask)
+        return placed_rewards(rewards, tokens.spans.rewards, tokens.response_mask)
 
     counted = rewards
     if sampled is not None and algorithm.needs.given_apart:
         counted = without_given(rewards, sampled)
+    if algorithm.needs.selects:
+        selected = algorithm.selected(counted, passes, mask)
+        passes = passes._replace(selected=selected)
+        scalars |= {"algorithm/selected_fraction": jnp.mean(selected, dtype=jnp.float32)}
     credited = counted
     if metrics and rules.shaping.target in ("reward", "both"):
         credited += reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
@@ -139,6 +143,8 @@ def assign_credit(
         scalars |= extent("critic/value", passes.values, mask)
     if rules.mask_truncated:
         mask = mask & ~tokens.truncated[:, None]
+    if algorithm.needs.selects:
+        mask = mask & selected.reshape(-1, 1)
     if has_indicators(metrics, rules.shaping.tracked):  # else the baselines stay unchanged
         mean_reward = rewards.mean(where=sampled)
         baselines = update_shaping_state(baselines, metrics, mean_reward=mean_reward, **shaping)

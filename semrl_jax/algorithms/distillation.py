@@ -88,7 +88,7 @@ def advantages(
         )
         found = options.teacher_weight * later
     if options.reward_weight:
-        found += options.reward_weight * by_turn(_of_rewards, rewards, response_mask)
+        found += options.reward_weight * by_turn(_of_rewards, rewards, response_mask, passes.spans)
     return jax.lax.stop_gradient(found)
 
 

@@ -41,4 +41,4 @@ def advantages(
         baseline = first + jnp.sum(lengths * (rewards - first), axis=1, keepdims=True) / total
         return centred(rewards, baseline=baseline)
 
-    return by_turn(estimate, rewards, response_mask)
+    return by_turn(estimate, rewards, response_mask, passes.spans)

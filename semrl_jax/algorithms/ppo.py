@@ -83,7 +83,7 @@ def _generalized(rewards, passes, response_mask, options, **state):
         response_mask,
         gamma=options.gamma,
         gae_lambda=options.gae_lambda,
-        ends=turn_ends(response_mask) if rewards.ndim == 3 else None,
+        ends=turn_ends(response_mask, passes.spans) if rewards.ndim == 3 else None,
     )
 
 

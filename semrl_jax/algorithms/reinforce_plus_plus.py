@@ -54,7 +54,8 @@ def advantages(
     if options.group_baseline and rewards.ndim == 2:
         rewards = centred(rewards)
     elif options.group_baseline:
-        compared, rewards = by_turn(centred, rewards, response_mask), jnp.zeros_like(rewards)
+        compared = by_turn(centred, rewards, response_mask, passes.spans)
+        rewards = jnp.zeros_like(rewards)
     returns = returns_to_go(token_rewards(rewards, passes, response_mask, options, **state))
     if compared is not None:
         returns = returns + compared

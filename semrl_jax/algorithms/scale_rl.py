@@ -35,7 +35,7 @@ def advantages(
     response_mask: Bool[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T"]:
-    found = by_turn(_normalised, rewards, response_mask)
+    found = by_turn(_normalised, rewards, response_mask, passes.spans)
     num_groups = rewards.shape[0]
     of_group = response_mask.reshape(num_groups, -1)
     tokens = jnp.sum(of_group, axis=1, dtype=jnp.float32)  # [P]

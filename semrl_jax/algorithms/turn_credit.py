@@ -1,4 +1,7 @@
-"""Credit by turn: the reward of each turn in place of one reward per episode.
+"""Credit by turn or step: the reward of each in place of one reward per response.
+
+A turn is a run of the policy's tokens in an episode. A step is a part of a response that its reward
+function judged by itself; here it is a turn, too, and so are the tokens after the last step.
 
 The return of turn t is the sum of the rewards of turns t, t + 1, ... of its episode. An estimator
 that compares responses compares the returns of the turns t of a group, of all episodes that have a
@@ -19,9 +22,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.algorithms.algorithm import Passes
+from semrl_jax.algorithms.algorithm import Passes, Spans
 from semrl_jax.algorithms.groups import broadcast_to_tokens, is_last
 from semrl_jax.support.choices import CREDITS
 from semrl_jax.support.fields import setting
@@ -35,31 +38,44 @@ class TurnCredit:
 
     credit: str = setting(
         "episode",
-        "episode; or turn: each turn by its own and later rewards, docs/environments.md",
+        "episode; or turn: each turn, or each step of a response, by its own and later rewards, "
+        "docs/environments.md and docs/verifiers.md",
         choices=CREDITS,
     )
 
 
 def placed_rewards(
-    rewards: Float[Array, "P G"],
-    turn_rewards: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
+    rewards: Float[Array, "P G"], of_spans: Float[Array, "B T"], response_mask: Bool[Array, "B T"]
 ) -> Float[Array, "P G T"]:
     """The rewards of turns at their last tokens, and 0.0 elsewhere.
 
     The last turn has what the others leave of the response's reward, so that the sum is `rewards`,
-    also if a penalty, a bonus or a bound has changed it. `turn_rewards` are at the last tokens of
-    turns, 0.0 elsewhere; those of last turns are not read.
+    also if a penalty, a bonus or a bound has changed it. `of_spans` are `Spans.rewards`; one at the
+    last token of a response is not read.
     """
     last = is_last(response_mask)
-    earlier = jnp.where(last, 0.0, turn_rewards)
+    earlier = jnp.where(last, 0.0, of_spans)
     rest = rewards.astype(jnp.float32).reshape(-1, 1) - jnp.sum(earlier, axis=1, keepdims=True)
     return jnp.where(last, rest, earlier).reshape(*rewards.shape, -1)
 
 
-def turn_ends(response_mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
-    """True on the last token of each turn, which is a run of True in the mask."""
-    return response_mask & ~jnp.pad(response_mask[:, 1:], ((0, 0), (0, 1)))
+def turn_ends(response_mask: Bool[Array, "B T"], spans: Spans | None = None) -> Bool[Array, "B T"]:
+    """True on the last token of each turn: of a run of True in the mask, and of each of `spans`."""
+    ends = response_mask & ~jnp.pad(response_mask[:, 1:], ((0, 0), (0, 1)))
+    return ends if spans is None else ends | (spans.ends & response_mask)
+
+
+def turn_begins(
+    response_mask: Bool[Array, "B T"], spans: Spans | None = None
+) -> Bool[Array, "B T"]:
+    """True on the first token of each turn; see `turn_ends`."""
+    goes_on = response_mask & ~turn_ends(response_mask, spans)
+    return response_mask & ~jnp.pad(goes_on[:, :-1], ((0, 0), (1, 0)))
+
+
+def turn_numbers(begins: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    """The number of each token's turn, from 0; context has the number of the turn before it."""
+    return jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0)
 
 
 def returns_to_go(rewards: Float[Array, "B T"]) -> Float[Array, "B T"]:
@@ -68,7 +84,10 @@ def returns_to_go(rewards: Float[Array, "B T"]) -> Float[Array, "B T"]:
 
 
 def by_turn(
-    estimate: Estimate, rewards: Float[Array, "P G *tokens"], response_mask: Bool[Array, "B T"]
+    estimate: Estimate,
+    rewards: Float[Array, "P G *tokens"],
+    response_mask: Bool[Array, "B T"],
+    spans: Spans | None = None,
 ) -> Float[Array, "B T"]:
     """Gives every token the advantage of its response, or of its turn.
 
@@ -77,6 +96,7 @@ def by_turn(
         tokens of each; those without are absent from their group. None: all are present.
       rewards: [P, G], of responses; or [P, G, T], see `placed_rewards`. Then `estimate` gets the
         returns of the turns t of each group, for every t.
+      spans: where steps end inside a run of the mask; None: there are none.
 
     Returns:
       Float32, 0.0 on masked-out tokens.
@@ -84,9 +104,10 @@ def by_turn(
     if rewards.ndim == 2:
         return broadcast_to_tokens(estimate(rewards, None), response_mask)
     num_rows, length = response_mask.shape
-    num_turns = (length + 1) // 2  # at most: there is context between two turns
-    begins = response_mask & ~jnp.pad(response_mask[:, :-1], ((0, 0), (1, 0)))
-    number = jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0)  # [B, T] the turn of each token
+    # At most: there is context between two turns, but none between two steps.
+    num_turns = (length + 1) // 2 if spans is None else length
+    begins = turn_begins(response_mask, spans)
+    number = turn_numbers(begins)  # [B, T]
     returns = returns_to_go(rewards.reshape(response_mask.shape))
     zeros, rows = jnp.zeros((num_rows, num_turns)), jnp.arange(num_rows)[:, None]
     firsts = zeros.at[rows, number].add(jnp.where(begins, returns, 0.0))
@@ -111,6 +132,6 @@ def each_turn(estimate: Callable[..., Float[Array, "P G"]]) -> Callable[..., Flo
         **state: Any,
     ) -> Float[Array, "B T"]:
         own = functools.partial(estimate, options=options, **state)
-        return by_turn(own, rewards, response_mask)
+        return by_turn(own, rewards, response_mask, passes.spans)
 
     return advantages

@@ -1,5 +1,6 @@
 """Prompt datasets, templates, tokenizers, padding, and the arithmetic quickstart task."""
 
+from semrl_jax.data.character_ends import tokens_of_ends
 from semrl_jax.data.conversations import (
     Conversation,
     ConversationDataset,
@@ -57,5 +58,5 @@ __all__ = [
     "pad_response_values", "pad_rows", "prompt_key", "prompt_order", "prompts_of_problems",
     "read_rows",
     "read_shots", "row_reader", "set_chat_template", "special_prefix", "stop_word_ids",
-    "template_line", "tokenizer_hash", "train_tokenizer", "verifier_text",
+    "template_line", "tokenizer_hash", "tokens_of_ends", "train_tokenizer", "verifier_text",
 ]  # fmt: skip

@@ -120,8 +120,8 @@ def _decoder_kinds(tokenizer: Any) -> set[str]:
         known = kinds <= allowed and not any(part.get("stop") for part in parts)
     if not known:
         raise UserError(
-            f"stop strings cannot be found with this tokenizer, whose decoder is "
-            f"{'+'.join(sorted(kinds))}; use rollout.stop_token_ids instead."
+            "stop strings and rewarded steps cannot be found with this tokenizer, whose decoder is "
+            f"{'+'.join(sorted(kinds))}; use rollout.stop_token_ids, and return no steps."
         )
     return kinds
 

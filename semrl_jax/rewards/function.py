@@ -24,6 +24,7 @@ from semrl_jax.support.isolation import error_text
 from semrl_jax.support.modules import load_module
 
 MAX_EXTRACTED_CHARS = 1_000_000
+MAX_STEPS = 10_000
 
 
 def load_builtin(name: str, field: str = "rewards.function") -> tuple[ModuleType, bool]:
@@ -113,10 +114,10 @@ class NonsenseError(ValueError):
 def as_verdict(result: Any, response: str) -> Verdict:
     """Reads what a user's verifier returned, even if the methods of these objects fail.
 
-    It may be a score; or a mapping with `score` and optionally `correct`, `boxed` and `extracted`;
-    or a `Verdict`. Without `correct`, a response is correct if its score is positive. The verdict
-    has plain Python values; a lone surrogate in `extracted` becomes "?". Raises NonsenseError if it
-    is none of these, or has a wrong type or a number that is not finite.
+    It may be a score; or a mapping with `score` and optionally `correct`, `boxed`, `extracted` and
+    `steps`; or a `Verdict`. Without `correct`, a response is correct if its score is positive. The
+    verdict has plain Python values; a lone surrogate in `extracted` becomes "?". Raises
+    NonsenseError if it is none of these, or has a wrong type or a number that is not finite.
     """
     try:
         return _read(result, response)
@@ -127,7 +128,7 @@ def as_verdict(result: Any, response: str) -> Verdict:
 
 
 def _read(result: Any, response: str) -> Verdict:
-    known = ("score", "correct", "boxed", "extracted")
+    known = ("score", "correct", "boxed", "extracted", "steps")
     if isinstance(result, Verdict):
         fields = {name: getattr(result, name) for name in known}
     elif isinstance(result, collections.abc.Mapping):
@@ -136,9 +137,9 @@ def _read(result: Any, response: str) -> Verdict:
         fields = {"score": result}
     if unknown := sorted(map(str, fields.keys() - set(known))):
         raise NonsenseError(f"unknown keys {unknown}; known: {', '.join(known)}")
-    score = _exact_score(fields.get("score"))
+    score = _exact_number("score", fields.get("score"))
     correct = fields.get("correct", score > 0)
-    boxed = fields.get("boxed", has_complete_box(response))
+    boxed = fields["boxed"] if "boxed" in fields else has_complete_box(response)
     extracted = fields.get("extracted")
     for name, flag in (("correct", correct), ("boxed", boxed)):
         if not isinstance(flag, numbers.Integral) and type(flag).__name__ not in ("bool", "bool_"):
@@ -151,17 +152,38 @@ def _read(result: Any, response: str) -> Verdict:
             raise NonsenseError(
                 f"extracted has {len(extracted)} characters; at most {MAX_EXTRACTED_CHARS} are kept"
             )
-    return Verdict(score, bool(correct), bool(boxed), extracted)
+    steps = _steps(fields.get("steps", ()), len(response))
+    return Verdict(score, bool(correct), bool(boxed), extracted, steps=steps)
 
 
-def _exact_score(value: Any) -> float:
+def _steps(steps: Any, num_characters: int) -> tuple[tuple[int, float], ...]:
+    """Checks the pairs of (characters up to the end of a step, its reward)."""
+    if not isinstance(steps, list | tuple) or len(steps) > MAX_STEPS:
+        raise NonsenseError(
+            f"steps must be a list of at most {MAX_STEPS} pairs (end, reward), not {steps!r:.50}"
+        )
+    found: list[tuple[int, float]] = []
+    for step in steps:
+        if not isinstance(step, list | tuple) or len(step) != 2:
+            raise NonsenseError(f"a step must be a pair (end, reward), not {step!r:.50}")
+        end = int(step[0]) if isinstance(step[0], numbers.Integral) else 0
+        if not (found[-1][0] if found else 0) < end <= num_characters:
+            raise NonsenseError(
+                "the end of a step must be an int above that of the step before, and at most "
+                f"len(response)={num_characters}, not {step[0]!r:.50}"
+            )
+        found.append((end, _exact_number("the reward of a step", step[1])))
+    return tuple(found)
+
+
+def _exact_number(name: str, value: Any) -> float:
     """A plain float, because a subclass could redefine every comparison."""
     try:
-        score = float(value) if isinstance(value, numbers.Real) else math.nan
+        found = float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:
-        score = math.inf
-    if not abs(score) <= MAX_SCORE:  # NaN is not
+        found = math.inf
+    if not abs(found) <= MAX_SCORE:  # NaN is not
         raise NonsenseError(
-            f"score must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}, not {value!r:.50}"
+            f"{name} must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}, not {value!r:.50}"
         )
-    return score
+    return found

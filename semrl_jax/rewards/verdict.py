@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,9 @@ class Verdict:
     error: str = ""
     # With several functions or verdicts, the score of each by its name, without its weight.
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # For each step of the response: the number of characters up to its end, which grows from one
+    # step to the next, and its reward.
+    steps: tuple[tuple[int, float], ...] = ()
 
     @property
     def error_kind(self) -> str:
@@ -76,7 +80,8 @@ def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Ver
     """The verdict of several functions on one response: the weighted sum of their scores.
 
     Correctness, the box and the answer come from the first function. The error names the functions
-    that failed. A sum beyond MAX_SCORE is clipped, and is an error too.
+    that failed. A sum beyond MAX_SCORE is clipped, and is an error too. The steps are those of all
+    functions; where two end at the same character, the sum of their weighted rewards counts.
     """
     total = sum(f.weight * verdict.score for f, verdict in zip(functions, verdicts, strict=True))
     errors = []
@@ -84,11 +89,16 @@ def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Ver
         if verdict.error:
             kind, _, rest = verdict.error.partition(": ")
             errors.append(": ".join(filter(None, (kind, function.name, rest))))
+    steps: collections.Counter[int] = collections.Counter()
+    for function, verdict in zip(functions, verdicts, strict=True):
+        for end, reward in verdict.steps:
+            steps[end] += _bounded(function.weight * reward, [])
     return dataclasses.replace(
         verdicts[0],
         score=_bounded(total, errors),
         error="; ".join(errors),
         parts={f.name: verdict.score for f, verdict in zip(functions, verdicts, strict=True)},
+        steps=tuple(sorted(steps.items())),
     )
 
 

@@ -320,7 +320,7 @@ class _Worker(Guarded):
             request["columns"] = ""
         reply = self._line.exchange(request, timeout_s, MAX_REPLY_BYTES)
         error = str(reply.pop("error", ""))
-        return dataclasses.replace(as_verdict(reply, ""), error=error)
+        return dataclasses.replace(as_verdict(reply, job.response), error=error)
 
     @property
     def is_idle(self) -> bool:

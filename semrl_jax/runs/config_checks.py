@@ -94,7 +94,7 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"critic.warmup_steps={config.critic.warmup_steps} must be below training.num_steps="
             f"{config.training.num_steps}: the policy would never be trained."
         )
-    least = 2 if algorithm.needs.groups else 1
+    least = algorithm.needs.least_group if algorithm.needs.groups else 1
     if rollout.group_size < least:
         raise UserError(
             f"rollout.group_size={rollout.group_size} must be at least {least} with "

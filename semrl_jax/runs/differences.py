@@ -23,8 +23,8 @@ COLUMNS = {
     ),
     "log-probabilities": ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values"),
     "rewards": (
-        "turn_rewards", "extracted", "correct", SCORES, "score", "verifier_error", "boxed",
-        "reward",
+        "turn_rewards", "step_ends", "step_rewards", "extracted", "correct", SCORES, "score",
+        "verifier_error", "boxed", "reward",
     ),
     "metrics": (
         METRICS, "effective_ranks", "mean_states", "turn_effective_rank",
@@ -39,6 +39,7 @@ KEYS = (
     ("prompts", ("prompt/", "curriculum/")),
     ("log-probabilities", ("rollout/logprob_mismatch",)),
     ("metrics", ("rollout/hidden_state_mismatch",)),
+    ("rewards", ("response/step",)),
     ("tokens", ("response/", "episode/", "rollout/")),
     ("advantages", (
         "reward/shaped", "advantage/", "shaping/", "critic/return", "critic/value", "algorithm/",

@@ -23,21 +23,19 @@ def group_rewards(
     return rewards.reshape(-1)[_order(rewards.size, config, step)].reshape(rewards.shape)
 
 
-def turn_rewards(
+def span_rewards(
     scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict, step: int
 ) -> list[Float[np.ndarray, " _"]]:
-    """Rewards of the turns of each response, permuted like `group_rewards`.
+    """Rewards of the turns or steps of each response, permuted like `group_rewards`.
 
-    None of a response without an environment, or whose environment failed: its reward is that of
-    its last turn.
+    None of a response without an environment and steps, or whose environment failed: its reward is
+    that of its last turn.
     """
-    rollouts = [item.rollout for item in scored]
     nothing = np.zeros(0, np.float32)
-    rewards = [
-        nothing if rollout.turn_rewards is None or rollout.environment_error
-        else rollout.turn_rewards
-        for rollout in rollouts
-    ]  # fmt: skip
+    rewards = []
+    for rollout in (item.rollout for item in scored):
+        found = rollout.step_rewards if rollout.turn_rewards is None else rollout.turn_rewards
+        rewards.append(nothing if found is None or rollout.environment_error else found)
     return [rewards[index] for index in _order(len(rewards), config, step)]
 
 

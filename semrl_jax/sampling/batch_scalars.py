@@ -53,7 +53,7 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
         for kind, mask in (("correct", correct), ("incorrect", ~correct)):
             if mask.any():
                 scalars[f"response/{reason}_fraction/{kind}"] = ended[mask].mean()
-    scalars |= _episode_scalars(scored)
+    scalars |= _episode_scalars(scored) | _step_scalars(scored)
     return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
 
 
@@ -76,6 +76,17 @@ def _episode_scalars(scored: Scored) -> dict[str, float]:
         "episode/context_tokens/mean": np.mean([(~r.response_mask).sum() for r in episodes]),
         "episode/failed_fraction": np.mean([bool(r.environment_error) for r in episodes]),
         "time/environment_s": sum(rollout.environment_s for rollout in episodes),
+    }
+
+
+def _step_scalars(scored: Scored) -> dict[str, float]:
+    """Scalars of the steps that reward functions judged; {} if there is none."""
+    rewards = [r for item in scored if (r := item.rollout.step_rewards) is not None]
+    if not rewards:
+        return {}
+    return {
+        "response/steps/mean": sum(map(len, rewards)) / len(scored),
+        "response/step_reward/mean": np.concatenate(rewards).mean(),
     }
 
 

@@ -128,12 +128,14 @@ _VALUES = [
 
 
 def _record(item: ScoredRollout) -> dict:
+    verdict = dataclasses.asdict(item.verdict)
+    del verdict["steps"]  # the rollout has them
     return {
         "values": {name: getattr(item.rollout, name) for name in _VALUES},
         "versions": [dataclasses.astuple(span) for span in item.rollout.versions],
         "response": item.response,
         "reference": item.reference,
-        "verdict": dataclasses.asdict(item.verdict),
+        "verdict": verdict,
         "series": {name: row.tolist() for name, row in item.series.items()},
     }
 

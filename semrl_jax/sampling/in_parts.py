@@ -129,15 +129,11 @@ class InParts:
                     arrived(item)
         return found
 
-    @functools.cached_property
-    def _tokens(self) -> data.TokenBytes:
-        return data.TokenBytes(self.sampler.tokenizer)
-
     def _ended(self, rollout: Rollout) -> Rollout:
         """Ends it at its first stop string, which may span two parts."""
         if not self.config.rollout.stop_strings:
             return rollout
-        matcher = data.StopMatcher(self._tokens, self.config.rollout.stop_strings)
+        matcher = data.StopMatcher(self.sampler.token_bytes, self.config.rollout.stop_strings)
         count = matcher.feed(rollout.response_ids.tolist())
         return rollout if count is None else cut(rollout, count, "stop")
 

@@ -209,6 +209,7 @@ class Sampler:
             references=draw.references,
             columns=draw.columns,
             verifier=verifier or self.verifier,
+            step_ends=self._step_ends,
             failure_score=self.config.rewards.failure_score,
             clock=clock,
         )
@@ -229,6 +230,13 @@ class Sampler:
         if rollout.turn_rewards is not None:
             return data.full_text(self.tokenizer, rollout.response_ids)
         return data.verifier_text(self.tokenizer, rollout.response_ids, stop_strings)
+
+    def _step_ends(self, rollout: Rollout, text: str, ends: Sequence[int]) -> Int[np.ndarray, " N"]:
+        return data.tokens_of_ends(self.token_bytes, rollout.response_ids, text, ends)
+
+    @functools.cached_property
+    def token_bytes(self) -> data.TokenBytes:
+        return data.TokenBytes(self.tokenizer)
 
     @functools.cached_property
     def _stop_token_ids(self) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from semrl_jax.support.response_files import METRICS, SCORES, SERIES, lengths_of
 from semrl_jax.types import TOKEN_ARRAYS, TURN_METRICS, Rollout
 
 UNGRADED = Verdict(0.0, correct=False, boxed=False, extracted=None)
+# The tokens in which steps end, of a rollout, its text and numbers of characters.
+StepEnds = Callable[[Rollout, str, Sequence[int]], Int[np.ndarray, " N"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +200,19 @@ def _turn_metrics(turns: Sequence[Measured]) -> dict[str, Float[np.ndarray, " _"
     return found
 
 
+def with_steps(item: ScoredRollout, step_ends: StepEnds | None) -> ScoredRollout:
+    """Moves the steps of the verdict to the rollout; those that end in one token become one."""
+    if not item.verdict.steps:
+        return item
+    rollout, (ends, rewards) = item.rollout, zip(*item.verdict.steps)
+    if step_ends is not None and len(rollout.response_ids):
+        places, of_steps = np.unique(step_ends(rollout, item.response, ends), return_inverse=True)
+        sums = np.bincount(of_steps, rewards).astype(np.float32)
+        rollout = dataclasses.replace(rollout, step_ends=places, step_rewards=sums)
+    verdict = dataclasses.replace(item.verdict, steps=())
+    return dataclasses.replace(item, rollout=rollout, verdict=verdict)
+
+
 def _stacked(rows: Sequence[Float[np.ndarray, ...] | None]) -> Float[np.ndarray, "B ..."] | None:
     return np.stack(rows) if rows and all(row is not None for row in rows) else None
 
@@ -210,6 +225,7 @@ def score_and_measure(
     columns: Mapping[int, str] | None = None,
     verifier: VerifierPool | None,
     measurer: Measurer | None,
+    step_ends: StepEnds | None = None,
     failure_score: float = 0.0,
     keep_states: bool = False,
     arrived: Callable[[Rollout], None] = lambda rollout: None,
@@ -225,6 +241,7 @@ def score_and_measure(
         verdict of its environment.
       measurer: measures the hidden states of its layers; None: `metrics` stay as the replica sent
         them.
+      step_ends: the tokens in which steps of a response end; None: rewards of steps are ignored.
       failure_score: of an episode whose environment failed.
       keep_states: whether to keep the hidden states in memory after measuring.
       arrived: called for each rollout, to show progress.
@@ -257,9 +274,8 @@ def score_and_measure(
     started.sort(key=lambda item: (item[0].group_id, item[0].sample_index))
     with (clock or Clock())("verify"):
         verdicts = [v if isinstance(v, Verdict) else v.result() for *_, v, _, _ in started]
-        scored = Scored.of(
-            [ScoredRollout(*item[:3], v) for item, v in zip(started, verdicts, strict=True)]
-        )
+        items = [ScoredRollout(*item[:3], v) for item, v in zip(started, verdicts, strict=True)]
+        scored = Scored.of([with_steps(item, step_ends) for item in items])
     if measurer is None or not scored:
         return scored
     return scored.with_measured(

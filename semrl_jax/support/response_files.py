@@ -97,6 +97,11 @@ COLUMNS = {
         "characters of `response` by the policy, by others, by the policy, ...; only with an "
         "environment; empty if unknown",
     ),
+    "step_ends": Column(
+        _per_token(pa.int32()),
+        "index in `response_ids` of the last token of each [step](verifiers.md#rewards-of-steps)",
+    ),
+    "step_rewards": Column(_per_token(pa.float32()), "reward of each step"),
     **{
         f"turn_effective_rank{order}": Column(
             _per_token(pa.float32()), f"{name} of each turn, if measured; NaN where not valid"

@@ -311,9 +311,8 @@ class Learner:
         if credit.response_mask is not None:
             batch = batch._replace(response_mask=np.asarray(credit.response_mask))
         given = self.plan.given(passes.arrays())
-        return MiniBatch(
-            batch, **given._asdict(), advantages=credit.advantages, returns=credit.returns
-        )
+        of_passes = given.old_logprobs, given.ref_logprobs, given.values
+        return MiniBatch(batch, *of_passes, credit.advantages, credit.returns)
 
     def gradients(
         self, state: TrainState, batch: RolloutBatch, passes: ForwardPasses, credit: Credit

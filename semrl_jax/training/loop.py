@@ -10,7 +10,7 @@ import ml_collections
 
 from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
-from semrl_jax.sampling.batch_rewards import group_rewards, turn_rewards
+from semrl_jax.sampling.batch_rewards import group_rewards, span_rewards
 from semrl_jax.sampling.batch_scalars import batch_scalars
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Source
@@ -72,10 +72,10 @@ def run_steps(
         batch = here.batch([item.rollout for item in scored])
         scored = here.judged(trained, scored, batch, clock)
         rewards = group_rewards(scored, config, step)
-        of_turns = None
-        if learner.algorithm.needs.turn_rewards:
-            of_turns = turn_rewards(scored, config, step)
-        learner.algorithm.check_rewards(rewards, *(of_turns or ()))
+        of_spans = None
+        if learner.algorithm.needs.turn_rewards or learner.algorithm.needs.spans:
+            of_spans = span_rewards(scored, config, step)
+        learner.algorithm.check_rewards(rewards, of_spans)
         passes = here.passes(trained, batch, clock, probes.needs(step))
         arrays = passes.arrays()
         seen = Seen(
@@ -90,7 +90,7 @@ def run_steps(
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
-            tokens = credited_tokens(batch, scored, of_turns, learner.prompts_of(scored))
+            tokens = credited_tokens(batch, scored, of_spans, learner.prompts_of(scored))
             metrics = seen.scored.metrics
             credit = assign_credit(rules, rewards, metrics, arrays, tokens, state.memory)
             # In one transfer.

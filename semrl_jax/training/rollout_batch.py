@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt
 
 from semrl_jax import data
+from semrl_jax.algorithms.algorithm import Spans
 from semrl_jax.algorithms.credit import Tokens
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.support.rounding import next_power_of_two
@@ -91,18 +92,26 @@ def _positions(conversations: Int[np.ndarray, " T"], num_prompt: int) -> Int[np.
 def credited_tokens(
     batch: RolloutBatch,
     scored: Sequence[ScoredRollout],
-    turn_rewards: Sequence[Float[np.ndarray, " _"]] | None = None,
+    of_spans: Sequence[Float[np.ndarray, " _"]] | None = None,
     prompts: Int[np.ndarray, " P"] | None = None,
 ) -> Tokens:
-    """What `assign_credit` reads of a batch; `turn_rewards` and `prompts` if they are needed."""
+    """What `assign_credit` reads of a batch.
+
+    Args:
+      of_spans: rewards of the turns or steps of each response, if they are needed.
+      prompts: numbers of the prompts of the groups, if they are needed.
+    """
     mask = batch.response_mask
     truncated = np.array([item.rollout.finish_reason == "length" for item in scored])
     tokens = Tokens(mask, truncated, batch.rollout_logprobs, given=batch.given, prompts=prompts)
-    if turn_rewards is None:
+    if of_spans is None:
         return tokens
-    placed = np.zeros(mask.shape, np.float32)
-    for row, own, rewards in zip(placed, mask, turn_rewards, strict=True):
-        ends = np.flatnonzero(np.diff(own, append=False) & own)
-        count = min(len(ends), len(rewards))
-        row[ends[:count]] = rewards[:count]
-    return tokens._replace(turn_rewards=placed)
+    spans = Spans(np.zeros(mask.shape, np.float32), np.zeros(mask.shape, bool))
+    for row, (item, own, rewards) in enumerate(zip(scored, mask, of_spans, strict=True)):
+        ends = item.rollout.step_ends
+        if ends is None:
+            ends = np.flatnonzero(np.diff(own, append=False) & own)
+        ends = ends[: len(rewards)]
+        spans.rewards[row, ends] = rewards[: len(ends)]
+        spans.ends[row, ends] = True
+    return tokens._replace(spans=spans)

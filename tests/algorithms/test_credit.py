@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import Passes, Spans, load_algorithm
 from semrl_jax.algorithms.credit import Credit, Memory, Tokens, assign_credit
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.shaping import init_shaping_state
@@ -101,7 +101,7 @@ def test_turns_are_credited_by_their_own_and_later_rewards(config):
     config.algorithms.name, config.shaping.target = "dr_grpo", "none"
     config.algorithms.advantage.credit = "turn"
     given = config, rewards, {}, mask, init_shaping_state()
-    found = credit_of(*given, turn_rewards=turns).advantages
+    found = credit_of(*given, spans=Spans(turns, turns > 0)).advantages
     np.testing.assert_array_equal(found, [[-1, -1, 0, 0], [1, 0, 0, 0]])
     config.algorithms.advantage.credit = "episode"
     found = credit_of(*given).advantages

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.default import get_config
-from semrl_jax.algorithms.algorithm import PARTS, Needs, Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import PARTS, Needs, Passes, Spans, load_algorithm
 from semrl_jax.settings.rewards import MAX_SCORE
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
@@ -122,7 +122,8 @@ def test_advantages_match_float64(expected, seed):
 
 
 def test_every_algorithm_has_an_oracle():
-    others = {"distillation", "dpo", "grpo", "pacs", "ppo", "reinforce", "reinforce_plus_plus"}
+    others = {"capo", "prof"}  # tests/algorithms/test_steps.py
+    others |= {"distillation", "dpo", "grpo", "pacs", "ppo", "reinforce", "reinforce_plus_plus"}
     others |= {"scale_rl", "single_stream", "smooth_standardisation"}
     assert {f.__name__ for f in ORACLES} | others == set(NAMES)
 
@@ -144,7 +145,9 @@ def test_the_largest_rewards_have_finite_advantages(name):
     largest = np.where(np.arange(8).reshape(2, 4) % 3, -MAX_SCORE, MAX_SCORE).astype(np.float32)
     state = algorithm(name).first_state(num_prompts=2) or None
     zeros = np.zeros(MASK.shape, np.float32)
-    found = advantages_of(name)(largest, passes=Passes(zeros, zeros, zeros), state=state)
+    spans = Spans(np.where(MASK, largest.reshape(-1, 1), zeros), MASK)
+    passes = Passes(zeros, zeros, zeros, spans, largest > -1)
+    found = advantages_of(name)(largest, passes=passes, state=state)
     assert np.isfinite(np.square(found)).all()
 
 
@@ -201,11 +204,11 @@ def test_the_place_of_a_quantile_does_not_round_up(size):
 def test_only_max_likelihood_has_no_use_for_negative_rewards():
     """Rewards of responses come first, then the rewards of the turns of each response."""
     for name in NAMES:
-        algorithm(name).check_rewards(np.zeros((2, 4)), np.ones(2), np.zeros(0))
+        algorithm(name).check_rewards(np.zeros((2, 4)), (np.ones(2), np.zeros(0)))
         if name != "max_likelihood":
-            algorithm(name).check_rewards(np.full((2, 4), -1.0))
+            algorithm(name).check_rewards(np.full((2, 4), -1.0), (np.ones(2),))
     message = "response or turn has the reward -0.5, but algorithms.name='max_likelihood' is for"
-    for rewards in ([np.array([[1.0, -0.5]])], [np.ones((1, 2)), np.array([1.0, -0.5])]):
+    for rewards in ([np.array([[1.0, -0.5]])], [np.ones((1, 2)), [np.array([1.0, -0.5])]]):
         refused(message, algorithm("max_likelihood").check_rewards, *rewards)
 
 
@@ -594,7 +597,7 @@ def test_needs_follow_the_options():
         ("ppo", {"gae_lambda": 1.5}, r"advantage.gae_lambda=1.5 must be in \[0, 1\]"),
         ("ppo", {"kl_target": 0.1}, "advantage.kl_target=0.1 must .* there is nothing to adapt"),
         ("reinforce", {"baseline_rate": 1.0}, r"advantage.baseline_rate=1.0 must be in \[0, 1\)"),
-        ("gae", {}, "name='gae' is unknown; choose one of asymre, distillation, dpo"),
+        ("gae", {}, "name='gae' is unknown; choose one of asymre, capo, distillation"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(name, options, message):

@@ -9,18 +9,21 @@ import pytest
 
 from configs.default import get_config
 from semrl_jax.algorithms import importance_weights
-from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import Passes, Spans, load_algorithm
 from semrl_jax.algorithms.turn_credit import placed_rewards
 from semrl_jax.settings.algorithms import importance_options
 
 MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
 MASK[[0, 5], 2] = False  # two turns
 TURNS = np.where(np.arange(5) == 1, 0.25, 0).astype(np.float32) * MASK
+STEPS = np.where(np.arange(5) < 2, np.arange(8)[:, None] / 8, 0).astype(np.float32) * MASK
+SPANS = Spans(STEPS, MASK)
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
 OPD, GSPO, REC, REAL = ({"loss.surrogate": name} for name in ("opmd", "gspo", "rec", "real"))
 RING = REC | {"loss.rec_range": "ring"}
 PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
 NOISY, TEACHER = {"name": "noisy_rewards"}, {"name": "distillation"}
+CAPO, PROF = {"name": "capo"}, {"name": "prof", "advantage.num_removed": 1}
 PLUS = {"name": "reinforce_plus_plus", "loss.kl_coefficient": 0.0}
 PPO = {"name": "ppo", "loss.kl_coefficient": 0.0, "advantage.kl_reward_coefficient": 0.1}
 ADAPTIVE = PPO | {"advantage.kl_target": 0.1}
@@ -52,6 +55,12 @@ CHANGES = {
     "advantage.kl_reward_estimator": ("abs", PPO),
     "advantage.kl_target": (0.1, PPO),
     "advantage.kl_horizon": (20, ADAPTIVE),
+    "advantage.outcome_weight": (1.0, CAPO),
+    "advantage.process_weight": (2.0, CAPO),
+    "advantage.num_removed": (2, PROF),
+    "advantage.step_penalty": (0.0, PROF),
+    "advantage.min_steps": (4, PROF),
+    "advantage.max_steps": (3, PROF),
     "advantage.prompt_memory": (0.5, {"name": "single_stream"}),
     "advantage.baseline_rate": (0.5, {"name": "reinforce"}),
     "advantage.gamma": (0.5, PPO),
@@ -104,8 +113,11 @@ def update_of(settings):
 
     @jax.jit
     def compute(logprobs, new_values):
-        passes, state = Passes(old, ref, values[0]), algorithm.first_state(num_prompts=2)
+        passes, state = Passes(old, ref, values[0], SPANS), algorithm.first_state(num_prompts=2)
         batch = jnp.asarray(REWARDS), passes, mask
+        if algorithm.needs.selects:
+            passes = passes._replace(selected=algorithm.selected(*batch))
+            batch = jnp.asarray(REWARDS), passes, mask
         credited = batch
         if algorithm.needs.turn_rewards:
             credited = placed_rewards(batch[0], TURNS, mask), passes, mask

@@ -1,4 +1,4 @@
-"""Credit by turn: against float64 loops, and what it has in common with credit by episode."""
+"""Credit by turn and step: against float64 loops, and what credit by episode has in common."""
 
 import itertools
 
@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.algorithms.algorithm import Passes
+from semrl_jax.algorithms.algorithm import Passes, Spans
 from semrl_jax.algorithms.turn_credit import placed_rewards
 from tests.algorithms import test_estimators as estimators
 from tests.algorithms.test_estimators import NAMES, advantages_of, algorithm, part_of
 from tests.oracles import algorithms as oracle
 
-TURNS = [name for name in NAMES if name not in ("single_stream", "smooth_standardisation")]
+OTHERS = ("capo", "prof", "single_stream", "smooth_standardisation")
+TURNS = [name for name in NAMES if name not in OTHERS]
 
 seeds = st.integers(0, 2**31 - 1)
 GROUPS, SIZE, LENGTH = 2, 4, 13
@@ -36,9 +37,9 @@ ALONE = {
 
 
 class Case:
-    """Random responses with context between their turns, and a reward for each turn."""
+    """Random responses with context between their turns, and a reward for each turn or step."""
 
-    def __init__(self, seed, size=SIZE, one_turn=False):
+    def __init__(self, seed, size=SIZE, one_turn=False, steps=False):
         self.random = random = np.random.default_rng(seed)
         self.mask = random.random((GROUPS * size, LENGTH)) < 0.6
         if one_turn:
@@ -48,19 +49,25 @@ class Case:
         self.mask[
             np.arange(len(self.mask)), random.integers(0, LENGTH, len(self.mask))
         ] |= ~self.mask.any(axis=1)
-        self.places = [oracle.turns(row) for row in self.mask]
+        inside = steps * self.mask & (random.random(self.mask.shape) < random.random())
+        self.places = [
+            oracle.turns(row, np.flatnonzero(own)) for row, own in zip(self.mask, inside)
+        ]
         self.rewards = [random.choice([0.0, 0.5, 1.0], len(turns)) for turns in self.places]
         self.episodes = np.array(list(map(np.sum, self.rewards))).reshape(GROUPS, size)
         self.at_ends = np.zeros(self.mask.shape, np.float32)
-        for row, turns, rewards in zip(self.at_ends, self.places, self.rewards):
-            row[[turn[-1] for turn in turns]] = rewards
+        self.ends = np.zeros(self.mask.shape, bool)
+        for row, turns, rewards in zip(range(len(self.mask)), self.places, self.rewards):
+            ends = [turn[-1] for turn in turns]
+            self.at_ends[row, ends], self.ends[row, ends] = rewards, True
         self.logprobs = random.normal(size=(3, *self.mask.shape)).astype(np.float32)
         self.state = {"rewards": np.float32(1.5), "weights": np.float32(2.0)}
 
     @property
     def passes(self):
         """Old and reference log-probabilities and values; NaN at context."""
-        return Passes(*(np.where(self.mask, x, np.float32(np.nan)) for x in self.logprobs))
+        passes = (np.where(self.mask, x, np.float32(np.nan)) for x in self.logprobs)
+        return Passes(*passes, spans=Spans(self.at_ends, self.ends))
 
     @property
     def placed(self):
@@ -77,15 +84,15 @@ class Case:
 
 
 @pytest.mark.parametrize("name", COMPARING)
-@given(seed=seeds)
-def test_turns_are_compared_with_the_same_turns_of_their_group(name, seed):
-    case, estimate = Case(seed), COMPARING[name]
+@given(seed=seeds, steps=st.booleans())
+def test_turns_are_compared_with_the_same_turns_of_their_group(name, seed, steps):
+    case, estimate = Case(seed, steps=steps), COMPARING[name]
 
     def of_group(returns, lengths):
         alone = ALONE.get(name, lambda r, lengths: 0 * r)
         return (estimate if len(returns) > 1 else alone)(returns, lengths)
 
-    expected = oracle.by_turn(of_group, case.rewards, case.mask, SIZE)
+    expected = oracle.by_turn(of_group, case.rewards, case.mask, SIZE, case.places)
     # 1e-5: returns up to 7 in float32, less a baseline; divided by a deviation or a mean.
     np.testing.assert_allclose(case.advantages(name), expected, rtol=1e-5, atol=1e-5)
 
@@ -104,11 +111,11 @@ def with_kl(case):
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.5)])
-@given(seed=seeds)
-def test_ppo_has_turns_as_steps(gamma, gae_lambda, seed):
-    case, options = Case(seed), {"gamma": gamma, "gae_lambda": gae_lambda, **KL}
+@given(seed=seeds, steps=st.booleans())
+def test_ppo_has_turns_as_steps(gamma, gae_lambda, seed, steps):
+    case, options = Case(seed, steps=steps), {"gamma": gamma, "gae_lambda": gae_lambda, **KL}
     estimates, returns = oracle.generalized_by_turn(
-        with_kl(case), case.logprobs[2], case.mask, gamma, gae_lambda
+        with_kl(case), case.logprobs[2], case.mask, gamma, gae_lambda, case.places
     )
     # 1e-5: float32 sums over 13 tokens, divided by a deviation near 1.
     expected = oracle.whiten(estimates, case.mask)
@@ -119,12 +126,12 @@ def test_ppo_has_turns_as_steps(gamma, gae_lambda, seed):
 
 
 @pytest.mark.parametrize("group_baseline", [False, True])
-@given(seed=seeds)
-def test_reinforce_plus_plus_matches_loops(group_baseline, seed):
-    case = Case(seed)
+@given(seed=seeds, steps=st.booleans())
+def test_reinforce_plus_plus_matches_loops(group_baseline, seed, steps):
+    case = Case(seed, steps=steps)
     less = COMPARING["dr_grpo"] if group_baseline else lambda r, lengths: r
     kl = with_kl(case) - np.where(case.mask, case.at_ends, 0)
-    returns = oracle.by_turn(less, case.rewards, case.mask, SIZE)
+    returns = oracle.by_turn(less, case.rewards, case.mask, SIZE, case.places)
     returns += np.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
     found = case.advantages("reinforce_plus_plus", group_baseline=group_baseline, **KL)
     np.testing.assert_allclose(found, oracle.whiten(returns, case.mask), rtol=1e-4, atol=1e-5)
@@ -153,7 +160,7 @@ def trained_on(name, case, credit):
     """Advantages, and the gradient of the losses by each token's log-probability and value."""
     chosen, plain = algorithm(name, credit=credit), case.advantages(name, credit)
     advantages = jnp.asarray(plain)
-    mask, passes = jnp.asarray(case.mask), Passes(*map(jnp.asarray, case.passes))
+    mask, passes = jnp.asarray(case.mask), jax.tree.map(jnp.asarray, case.passes)
     old, ref, values = passes[:3]
     weights = chosen.token_weights(mask)
 
@@ -179,7 +186,8 @@ def test_context_has_no_influence(name):
     case = Case(0)
     for credit, keep in (("episode", 0), ("turn", 1)):
         same = Case(0)
-        same.mask, same.at_ends = (moved(x, case.places, keep) for x in (case.mask, case.at_ends))
+        for array in ("mask", "at_ends", "ends"):
+            setattr(same, array, moved(getattr(case, array), case.places, keep))
         same.logprobs = np.stack([moved(x, case.places, keep) for x in case.logprobs])
         for found, without in zip(*(trained_on(name, each, credit) for each in (case, same))):
             assert np.isfinite(found).all() and not found[~case.mask].any()

@@ -54,6 +54,17 @@ def test_points_have_the_compute_before_them():
         found = points(rows, "acc", unit)
         assert found.compute.tolist() == [0.0, last] and found.values.tolist() == [0.1, 0.4]
     refused("no value of 'loss' at step 0", points, rows, "loss", "steps")
+    # JSON lines of a log may have NaN and Infinity; a value that is none is no point.
+    for value in (float("nan"), float("inf"), None):
+        odd = [*rows[:1], {"step": 1, "acc": value, "time/step_s": 1800.0}, *rows[2:]]
+        assert points(odd, "acc", "hours").values.tolist() == [0.1, 0.4]
+        refused(
+            "no value of 'acc' at step 0",
+            points,
+            [rows[0] | {"acc": value}, *rows[1:]],
+            "acc",
+            "steps",
+        )
     without = [{"step": 0, "acc": 0.1}, {"step": 1, "acc": 0.2}]
     refused("has no 'policy/flops'", points, without, "acc", "flops")
     with pytest.raises(ValueError, match="3 points are too few"):

@@ -208,6 +208,8 @@ def other_architecture(directory):
         (None, {"max_shard_gb": 0.0}, r"--max_shard_gb=0 must be a finite number above 0"),
         (None, {"max_shard_gb": float("nan")}, r"--max_shard_gb=nan must be a finite"),
         (None, {"max_shard_gb": float("inf")}, r"--max_shard_gb=inf must be a finite"),
+        (None, {"share": 0.3}, r"--share=0.3 needs --other"),
+        (None, {"share": float("nan")}, r"--share=nan must be a finite number"),
         (spoil_manifests, {}, r"no valid checkpoint to convert .*not completed"),
         (forget_checkpoints, {}, r"is a run without a checkpoint"),
         (other_architecture, {}, r"params/layers/down/kernel is float32\[2, 16, 16\] there"),

@@ -88,7 +88,7 @@ def test_a_resume_compares_options_that_the_config_does_not_set(tmp_path, monkey
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ('epsilon: float = setting(1e-3, "keeps a quotient finite", above=0)', "grpo, new, quan"),
+        ('epsilon: float = setting(1e-3, "keeps a quotient finite", above=0)', "grpo, new, prof"),
         ('surrogate: str = setting("clip", "mine")', "new, Objective"),
     ],
 )

@@ -128,24 +128,24 @@ def surrogate_terms(name, logprobs, old, advantages, mask, *, low, high, dual, t
     return terms, changed
 
 
-def turns(row):
-    """The positions of each turn, which is a run of True."""
+def turns(row, ends=()):
+    """The positions of each turn, which is a run of True, or a step of one, with given ends."""
     found = []
     for t, counts in enumerate(row):
-        if counts and (t == 0 or not row[t - 1]):
+        if counts and (t == 0 or not row[t - 1] or t - 1 in ends):
             found.append([])
         if counts:
             found[-1].append(t)
     return found
 
 
-def by_turn(estimate, rewards, mask, group_size):
+def by_turn(estimate, rewards, mask, group_size, places=None):
     """Advantages of the tokens of turns; `rewards` has a list per response, one for each turn.
 
     `estimate(returns, lengths)` gets the returns of the turns t of a group.
     """
     found = np.zeros(np.shape(mask))
-    places = [turns(row) for row in mask]
+    places = places or [turns(row) for row in mask]
     for first in range(0, len(mask), group_size):
         group = range(first, first + group_size)
         for t in range(max(len(places[i]) for i in group)):
@@ -157,19 +157,19 @@ def by_turn(estimate, rewards, mask, group_size):
     return found
 
 
-def generalized_by_turn(rewards, values, mask, gamma, lam):
+def generalized_by_turn(rewards, values, mask, gamma, lam, places=None):
     """Returns of turns as steps, and advantages: the return less the value before each token.
 
     `rewards` [B, T] may have parts at any token of a turn; they follow it undiscounted.
     """
     advantages, returns = np.zeros(np.shape(mask)), np.zeros(np.shape(mask))
-    for i, row in enumerate(mask):
+    for i, of_row in enumerate(places or [turns(row) for row in mask]):
         next_value = next_advantage = 0.0
-        for places in reversed(turns(row)):
+        for turn in reversed(of_row):
             later = gamma * next_value + gamma * lam * next_advantage
-            for t in reversed(places):
+            for t in reversed(turn):
                 later += float(rewards[i][t])
                 returns[i, t] = later
                 advantages[i, t] = later - float(values[i][t])
-            next_value, next_advantage = float(values[i][places[0]]), advantages[i, places[0]]
+            next_value, next_advantage = float(values[i][turn[0]]), advantages[i, turn[0]]
     return advantages, returns

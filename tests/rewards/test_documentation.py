@@ -12,7 +12,9 @@ from semrl_jax.rewards import Verdict, VerifierPool
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "verifiers.md").read_text()
-EXAMPLE, WITH_ROW, TEST = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+EXAMPLE, WITH_ROW, STEPS, TEST = re.findall(
+    r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.fixture
@@ -40,6 +42,19 @@ def test_example_with_a_row_runs_in_the_pool(tmp_path, monkeypatch):
         for response, score in [("It is 7.", 1.0), ("The answer is 7.", 0.0)]:
             verdict = pool.submit(response, "7", row).result(timeout=30)
             assert (verdict.score, verdict.correct, verdict.error) == (score, True, "")
+
+
+def test_example_with_steps_runs_in_the_pool(tmp_path, monkeypatch):
+    """Columns of 380 + 882; the second one is wrong, and the third goes on from it."""
+    (tmp_path / "my_steps.py").write_text(STEPS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    columns = ["380+882:0+2+0=02,", "8+8+0=15,", "3+8+1=12;"]
+    ends = [len("".join(columns[: i + 1])) for i in range(3)]
+    with VerifierPool(num_workers=1, functions=["my_steps:worked:weight=0.5"]) as pool:
+        found = pool.submit("".join(columns) + r"1252 \boxed{1262}", "1262").result(timeout=30)
+        assert (found.score, found.correct, found.error) == (0.5, True, "")
+        assert found.steps == tuple(zip(ends, (0.0, -0.5, 0.0)))
+        assert pool.submit("5-7-0=18,", "8").result(timeout=30).steps == ((9, 0.0),)
 
 
 def test_example_test_passes_and_can_fail(directory):

@@ -5,11 +5,13 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from semrl_jax.rewards import Verdict
 from semrl_jax.rewards.function import (
     MAX_EXTRACTED_CHARS,
+    MAX_STEPS,
     NonsenseError,
     as_verdict,
     dump_functions,
@@ -73,12 +75,17 @@ class Cheat(Verdict):
         {"score": 1.0, "correct": Unprintable()}, {"score": 1.0, "extracted": Unprintable()},
         {"score": 1.0, Unprintable(): 1}, object.__new__(Cheat),
         {"score": 1.0, "extracted": "x" * (MAX_EXTRACTED_CHARS + 1)},
+        *({"score": 1.0, "steps": steps} for steps in (
+            None, 3, "12", [3], [(3,)], [(3, 0.5, 1)], [(0, 0.5)], [(5, 0.5)], [(1.0, 0.5)],
+            [(2, 0.5), (2, 0.5)], [(3, 0.5), (1, 0.5)], [(1, float("nan"))], [(1, None)],
+            [(1, 2e9)],
+        )),
     ],
     ids=lambda result: type(result).__name__,
 )  # fmt: skip
 def test_unreadable_values_are_no_verdict(result):
     with pytest.raises(NonsenseError) as caught:
-        as_verdict(result, "")
+        as_verdict(result, "text")
     assert str(caught.value)
 
 
@@ -90,6 +97,18 @@ def test_a_verdict_holds_plain_values_only():
     assert [type(value) for value in (verdict.score, verdict.extracted)] == [float, str]
     json.dumps(verdict.score), verdict.extracted.encode()
     assert as_verdict(Float(-1.0), "").correct is False
+
+
+def test_steps_are_plain_pairs():
+    steps = [[np.int64(1), Float(0.5)], (True + 3, np.float32(-1))]
+    verdict = as_verdict({"score": 1, "steps": steps}, "text")
+    assert verdict.steps == ((1, 0.5), (4, -1.0))
+    assert [type(value) for step in verdict.steps for value in step] == [int, float] * 2
+    assert as_verdict(verdict, "text") == verdict and as_verdict(1, "text").steps == ()
+    many = [(end, 0.0) for end in range(1, MAX_STEPS + 2)]
+    assert len(as_verdict({"score": 1, "steps": many[1:]}, "x" * len(many)).steps) == MAX_STEPS
+    with pytest.raises(NonsenseError, match=f"at most {MAX_STEPS} pairs"):
+        as_verdict({"score": 1, "steps": many}, "x" * len(many))
 
 
 def test_an_error_without_text_has_a_text():

@@ -388,6 +388,16 @@ def test_a_function_that_fails_on_the_first_row_is_named(several):
         several.validate("7", "7", "[1]")  # a list has no limit
 
 
+def test_steps_of_several_functions_are_joined():
+    functions = reward_functions(("math:weight=2", "math_text:weight=-1"))
+    verdicts = [
+        Verdict(1.0, True, True, None, steps=steps)
+        for steps in (((3, 1.0), (9, 0.0)), ((1, 1.0), (3, 0.5)))
+    ]
+    found = weighted_verdict(functions, verdicts)
+    assert (found.score, found.steps) == (1.0, ((1, -1.0), (3, 1.5), (9, 0.0)))
+
+
 def test_a_sum_beyond_the_bound_is_clipped_and_named():
     *functions, model = reward_functions(("math:weight=1e9", "math_text:weight=-1", "model"))
     verdicts = [Verdict(2.0, True, True, None), Verdict(1.0, False, False, None)]

@@ -1,5 +1,6 @@
 """Contradictions between settings are named before a run starts."""
 
+import dataclasses
 import importlib
 import json
 
@@ -14,7 +15,7 @@ from configs import (
     recorded,
     smollm2,
 )
-from semrl_jax.runs import train, validate
+from semrl_jax.runs import setup, train, validate
 from semrl_jax.runs.config_checks import check_sections, method_line, remarks
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
@@ -490,3 +491,27 @@ def test_the_first_line_and_a_warning_tell_of_the_teacher():
     assert not remarks(config)
     added = "entropy bonus 0.001, reference a/teacher, curriculum window, majority rewards"
     assert method_line(config) == f"method: distillation, VERL shaping of advantage, {added}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rewards.probability_after", "<answer>"), ("data.teacher_input", "{answer} {input}")],
+)
+def test_a_missing_reference_answer_is_named_where_it_is_read(
+    config, monkeypatch, tmp_path, field, value
+):
+    """A procedural problem may have none."""
+    made = setup.training_prompts
+
+    def without_one(*arguments, **options):
+        prompts = made(*arguments, **options)
+        *others, last = prompts.examples
+        return dataclasses.replace(
+            prompts, examples=[*others, dataclasses.replace(last, answer="")]
+        )
+
+    monkeypatch.setattr(setup, "training_prompts", without_one)
+    config.update_from_flattened_dict({field: value})
+    message = f"^{field} needs a reference answer of each prompt, and one has none"
+    refused(message, train, config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

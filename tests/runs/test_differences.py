@@ -161,6 +161,7 @@ def test_a_scalar_of_the_log_counts_for_its_stage():
 
 def test_keys_and_columns_have_a_stage():
     assert stage_of("reward/shaped/mean") == "advantages" and stage_of("reward/mean") == "rewards"
+    assert stage_of("response/step_reward/mean") == "rewards" != stage_of("response/length/mean")
     assert stage_of("rollout/staleness") == "tokens" and stage_of("my/own") == "metrics"
     assert not is_compared("time/step_s") and not is_compared("rollout/token_bytes")
     assert is_compared("policy/grad_norm")

@@ -77,6 +77,8 @@ def scored(rng, index, measured, raw):
         turn_rewards=rng.normal(size=index).astype(np.float32) if raw else None,
         turn_effective_rank=np.array([np.nan, 2.5], np.float32)[:index] if raw else None,
         routed_experts=rng.integers(0, 9, (length + index, 3, 2), np.uint8) if measured else None,
+        step_ends=np.arange(index, dtype=np.int32) if measured else None,
+        step_rewards=rng.normal(size=index).astype(np.float32) if measured else None,
         environment_error="timeout: 2 s" * raw, environment_s=0.1 * index,
     )  # fmt: skip
     verdict = Verdict(0.5, True, False, None, "timeout: 2 s", {"a": 1 / 3, "b": -1.0})

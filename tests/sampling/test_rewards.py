@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from semrl_jax.runs import validate
-from semrl_jax.sampling.batch_rewards import group_rewards, overlong_penalty, turn_rewards
+from semrl_jax.sampling.batch_rewards import group_rewards, overlong_penalty, span_rewards
 from tests.cases import raised
 from tests.fixtures import make_scored
 
@@ -42,19 +42,20 @@ def test_the_majority_of_a_group_is_rewarded(config):
     assert found.dtype == np.float32
 
 
-def test_turns_go_where_the_rewards_of_their_episodes_go(config):
-    """A response without an environment, or whose environment failed, has none."""
+def test_turns_and_steps_go_where_the_rewards_of_their_responses_go(config):
+    """A response without an environment and steps, or whose environment failed, has none."""
     scored = []
     for index in range(16):
         item = make_scored(index, score=float(index))
         rewards = None if index == 2 else np.full(1 + index % 3, index, np.float32)
         error = "timeout: 2 s" * (index == 3)
-        episode = {"turn_rewards": rewards, "environment_error": error}
+        kind = "step_rewards" if index % 4 == 1 else "turn_rewards"
+        episode = {kind: rewards, "environment_error": error}
         scored.append(
             dataclasses.replace(item, rollout=dataclasses.replace(item.rollout, **episode))
         )
     for config.rewards.shuffle in (False, True):
-        found = turn_rewards(scored, config, 3)
+        found = span_rewards(scored, config, 3)
         for index, rewards in zip(group_rewards(scored, config, 3).ravel().astype(int), found):
             assert rewards.tolist() == [index] * (0 if index in (2, 3) else 1 + index % 3)
 

@@ -76,6 +76,42 @@ def test_the_wait_for_verdicts_is_timed():
     assert 0.05 < clock.seconds("verify") < 10
 
 
+def test_steps_are_of_tokens_and_their_rewards_are_logged():
+    """Steps that end in one token become one; a response without tokens has none."""
+
+    class Judge:
+        def submit(self, response, reference, row):
+            steps = ((2, 0.5), (5, -1.0), (6, 0.25)) if response else ()
+            verdict = concurrent.futures.Future()
+            verdict.set_result(dataclasses.replace(UNGRADED, score=1.0, steps=steps))
+            return verdict
+
+    asked = []
+
+    def step_ends(rollout, text, ends):
+        asked.append((text, tuple(ends)))
+        return np.array([0, 3, 3], np.int32)
+
+    rollouts = make_rollouts(2)
+    score = functools.partial(
+        score_and_measure,
+        decode=lambda rollout: "a text" * (rollout.sample_index == 0), references={0: ""},
+        verifier=Judge(), measurer=None,
+    )  # fmt: skip
+    judged, plain = score(rollouts, step_ends=step_ends)
+    assert asked == [("a text", (2, 5, 6))]
+    assert judged.rollout.step_ends.tolist() == [0, 3]
+    assert judged.rollout.step_rewards.tolist() == [0.5, -0.75]
+    assert judged.rollout.step_rewards.dtype == np.float32
+    assert judged.verdict == dataclasses.replace(UNGRADED, score=1.0)
+    assert plain.rollout.step_ends is None
+    scalars = batch_scalars(Scored.of([judged, plain]), np.ones((1, 2), np.float32))
+    assert scalars["response/steps/mean"] == 1.0
+    assert scalars["response/step_reward/mean"] == -0.125
+    (judged, _) = score(rollouts)
+    assert judged.rollout.step_ends is None and judged.verdict.steps == ()
+
+
 @pytest.mark.slow
 def test_results_do_not_depend_on_the_order_of_arrival():
     rollouts = make_rollouts()

@@ -170,6 +170,17 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path, monkeypatch)
         }
     )
     keys |= keys_of_run(with_turns, tmp_path / "turns")
+    with_steps = tiny_config()
+    with_steps.update_from_flattened_dict(
+        {
+            "algorithms.name": "prof",
+            "algorithms.advantage.num_removed": 2,
+            "rewards.function": "tests.verifiers:of_steps",
+            "training.num_steps": 1,
+            "evaluation.every_steps": 0,
+        }
+    )
+    keys |= keys_of_run(with_steps, tmp_path / "steps")
     assert undocumented(keys) == []
     unwritten = [key for key in OUR_KEYS if not any(as_expression(key).match(k) for k in keys)]
     assert sorted(unwritten) == OF_OTHER_RUNS, unwritten

@@ -35,9 +35,20 @@ def test_rewards_of_turns_are_at_their_last_tokens():
     masks = [np.array(mask, bool) for mask in ([1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0])]
     batch = batch_of([(1, 4)] * 3, masks)
     rewards = [np.array(given, np.float32) for given in ([2, 3], [4, 5, 6], [])]
-    found = credited_tokens(batch, [make_scored(i) for i in range(3)], rewards).turn_rewards
-    assert found[:, :4].tolist() == [[2, 0, 0, 3], [0, 4, 0, 5], [0, 0, 0, 0]]
-    assert not found[:, 4:].any()
+    scored = [make_scored(i) for i in range(3)]
+    found = credited_tokens(batch, scored, rewards).spans
+    assert found.rewards[:, :4].tolist() == [[2, 0, 0, 3], [0, 4, 0, 5], [0, 0, 0, 0]]
+    assert not found.rewards[:, 4:].any()
+    np.testing.assert_array_equal(found.ends, found.rewards > 0)
+
+
+def test_rewards_of_steps_are_where_the_steps_end():
+    """A step of reward 0 ends, too; without steps, the only turn has no reward of its own."""
+    ends, rewards = np.array([0, 2], np.int32), np.array([0, 3], np.float32)
+    scored = [make_scored(0, step_ends=ends, step_rewards=rewards), make_scored(1)]
+    found = credited_tokens(batch_of([(1, 4)] * 2), scored, [rewards, rewards[:0]]).spans
+    assert found.rewards[:, :4].tolist() == [[0, 0, 3, 0], [0, 0, 0, 0]]
+    assert found.ends[:, :4].tolist() == [[True, False, True, False], [False] * 4]
 
 
 PLAIN = {"old": NONE, "reference": NONE, "corrects": NONE}

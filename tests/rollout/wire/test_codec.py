@@ -190,9 +190,18 @@ def test_request_round_trip(
 
 
 @pytest.mark.parametrize("version", [None, VERSION])
-def test_description_round_trip(version):
-    description = dataclasses.replace(LIMITS, protocol_major=1, version=version)
+@pytest.mark.parametrize("experts", [(), (2, 4, 60)])
+def test_description_round_trip(version, experts):
+    fields = {"protocol_major": 1, "version": version, "routed_experts": experts}
+    description = dataclasses.replace(LIMITS, **fields)
     assert codec.decode_description(wire(codec.encode_description(description))) == description
+
+
+@pytest.mark.parametrize("experts", [(2,), (2, 4), (2, 4, 60, 1), (0, 4, 60), (2, 4, -60)])
+def test_numbers_of_experts_are_three_and_positive(experts):
+    description = dataclasses.replace(LIMITS, protocol_major=1, routed_experts=experts)
+    with pytest.raises(ValueError, match=r"routed_experts=\[.*\] must be three numbers above 0"):
+        codec.decode_description(wire(codec.encode_description(description)))
 
 
 def test_specs_round_trip_in_the_senders_order():
