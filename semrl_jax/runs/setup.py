@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -32,11 +33,13 @@ from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.models.of_config import (
+    ReferenceFiles,
     build_policy,
     end_token_ids,
     find_lora,
-    find_reference,
+    find_references,
     find_value_model,
+    output_matrix,
     starting_params,
     value_params,
 )
@@ -59,10 +62,12 @@ from semrl_jax.sampling.episodes import Episodes, SingleTurn
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
+from semrl_jax.sampling.reference_replicas import open_reference
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.source import Source
 from semrl_jax.sampling.weights import WeightSync
+from semrl_jax.settings.model import ReferenceModel, reference_models
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
@@ -73,6 +78,7 @@ from semrl_jax.training.offload import check_gives_back, check_offload, drop, ho
 from semrl_jax.training.passes import NONE, UPDATE, PassPlan
 from semrl_jax.training.probability_reward import ProbabilityReward
 from semrl_jax.training.probes import Probes, Tools, load_probes
+from semrl_jax.training.references import Loaded, References, Remote
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
 from semrl_jax.training.teacher_prompts import TeacherPrompts
 from semrl_jax.training.train_state import TrainState
@@ -180,17 +186,19 @@ def check_inputs(
             f"metrics.drift_every={config.metrics.drift_every} needs a reference, which algorithms."
             f"name={config.algorithms.name!r} has with algorithms.loss.kl_coefficient above 0."
         )
-    if config.metrics.drift_every and (path := config.model.reference_path):
-        raise UserError(
-            f"metrics.drift_every={config.metrics.drift_every} measures how far the states have "
-            f"moved since the start, but model.reference_path={path!r} is another model; set 0."
-        )
-    if plan.reference == NONE and (path := config.model.reference_path):
-        raise UserError(
-            f"model.reference_path={path!r} is not read: algorithms.name="
-            f"{config.algorithms.name!r} with these settings has no reference; remove it, or set "
-            "algorithms.loss.kl_coefficient above 0."
-        )
+    for named in reference_models(config.model).values():
+        if config.metrics.drift_every:
+            raise UserError(
+                f"metrics.drift_every={config.metrics.drift_every} measures how far the states "
+                f"have moved since the start, but {named.field}={named.path!r} is another model; "
+                "set 0."
+            )
+        if plan.reference == NONE:
+            raise UserError(
+                f"{named.field}={named.path!r} is not read: algorithms.name="
+                f"{config.algorithms.name!r} with these settings has no reference; remove it, or "
+                "set algorithms.loss.kl_coefficient above 0."
+            )
     if "reference" in config.training.offload and plan.reference == NONE:
         raise UserError(
             f"training.offload={tuple(config.training.offload)}: algorithms.name="
@@ -199,8 +207,8 @@ def check_inputs(
     if algorithm.needs.exact_kl and plan.reference != UPDATE:
         raise UserError(
             "algorithms.loss.kl_estimator='exact' compares policy and reference in the update, "
-            "which has the reference only without training.offload='reference' and "
-            "data.teacher_input; remove one."
+            "which has the reference only without training.offload='reference', "
+            "data.teacher_input, model.references and model.reference_addresses; remove one."
         )
     if plan.own_teacher and plan.reference != NONE:
         raise UserError(
@@ -262,13 +270,14 @@ def check_inputs(
     if path := config.critic.path:
         of_policy = config, policy, tokenizer, mesh
         critic, critic_directory, _ = find_value_model("critic.path", path, *of_policy)
-    reference = find_reference(config, policy, tokenizer, mesh)
-    teacher = policy if reference is None else reference.model
+    references = find_references(config, policy, tokenizer, mesh)
+    check_sources(references, prompts, report)
+    teachers = [files.model.config for files in references.values()] or [policy.config]
     return Inputs(
         algorithm=algorithm,
         plan=plan,
         policy=policy,
-        reference=reference,
+        references=references,
         critic=critic,
         critic_directory=critic_directory,
         tokenizer=tokenizer,
@@ -291,7 +300,9 @@ def check_inputs(
         prefix=data.special_prefix(
             tokenizer, prompts.examples[0].template, config.data.add_special_tokens
         ),
-        teacher=TeacherPrompts.of(config, tokenizer, prompts, teacher.config),
+        teacher=TeacherPrompts.of(
+            config, tokenizer, prompts, min(teachers, key=lambda c: c.max_position_embeddings)
+        ),
     )
 
 
@@ -368,12 +379,11 @@ def open_run(
                 base = host_copies(base) if is_away(config, "parameters") else base
                 if other is None:
                     return start, base, base
-            if inputs.plan.reference == NONE:
+            if not inputs.loads_reference:
                 models.check_params(start, policy.config)  # the first state will load them
                 return start, base, None
             directory, model = (start, policy) if other is None else (other.directory, other.model)
-            params = starting_params(directory, model, mesh, config.model.reference_dtype)
-            return start, base, host_copies(params) if is_away(config, "reference") else params
+            return start, base, reference_params(config, directory, model, mesh)
 
         measurer = None
         if config.hidden_states.source != "none":
@@ -386,6 +396,9 @@ def open_run(
         client = agreed("connect", connect)
         agreed("warm_start", lambda: find_start() if peers.index == 0 else None)
         start, base, reference = agreed("load", load)
+        references = agreed(
+            "load", lambda: open_references(stack, config, inputs, mesh, stop, reporter)
+        )
         lora, record = inputs.lora, None
         if lora is not None:
             base = lora.base(base)
@@ -430,6 +443,7 @@ def open_run(
             num_seen=len(inputs.prompts) if inputs.prompts.curriculum else 0,
             reference_policy=None if inputs.reference is None else inputs.reference.model,
             teacher=inputs.teacher,
+            references=references,
             prompt_numbers=inputs.prompts.numbers if inputs.algorithm.needs.prompt_state else {},
             probability=ProbabilityReward.of(config, tokenizer, policy.config),
             optimizer=optimizer_of(config, "training"),
@@ -477,6 +491,81 @@ def open_run(
             inputs.adapter,
             critic_head,
         )
+
+
+def check_sources(
+    references: Mapping[str, ReferenceFiles],
+    prompts: data.PromptDataset,
+    report: Callable[[str], None],
+) -> None:
+    """Reports which references several sources have; UserError for a source without a prompt."""
+    own = references.keys() - {""}
+    counts = collections.Counter(prompts.sources)
+    for source in sorted(own - counts.keys()):
+        raise UserError(
+            f"{references[source].named.field}={references[source].named.path!r}: no prompt is of "
+            f"this data source; the sources are {', '.join(counts):.300}."
+        )
+    if not own:
+        return
+    if "" in references and not counts.keys() - own:
+        path = references[""].named.path
+        raise UserError(
+            f"model.reference_path={path!r} is not read: each data source has a reference in "
+            "model.references; remove it."
+        )
+    main = references[""].named.path if "" in references else "the weights at the start"
+    parts = [
+        f"{source} ({count} prompts): {references[source].named.path if source in own else main}"
+        for source, count in counts.items()
+    ]
+    report(f"references: {', '.join(parts)}")
+
+
+def reference_params(
+    config: ml_collections.ConfigDict, directory: pathlib.Path, model: models.Policy, mesh: Mesh
+) -> models.Params:
+    """The weights of a reference, where `training.offload` wants them."""
+    params = starting_params(directory, model, mesh, config.model.reference_dtype)
+    return host_copies(params) if is_away(config, "reference") else params
+
+
+def open_references(
+    stack: contextlib.ExitStack,
+    config: ml_collections.ConfigDict,
+    inputs: Inputs,
+    mesh: Mesh,
+    stop: StopRequest,
+    reporter: Reporter,
+) -> References:
+    """Loads the references that are models of their own, or connects to their replicas."""
+    longest = inputs.longest_prompt(config)
+
+    def opened(files: ReferenceFiles) -> Loaded | Remote:
+        if not files.named.addresses:
+            return Loaded(files.model, reference_params(config, files.directory, files.model, mesh))
+        replicas = stack.enter_context(open_reference(config, files, longest, stop, reporter))
+        matrix = output_matrix(files).astype(jax.numpy.dtype(config.model.reference_dtype))
+        return Remote(files.model, matrix, replicas.final_states)
+
+    # Sources with one model share it. A main reference that is here is the learner's own.
+    found: dict[ReferenceModel, Loaded | Remote] = {}
+    by_source = {}
+    for source, files in inputs.references.items():
+        if not source and not files.named.addresses:
+            continue
+        key = files.named._replace(field="")
+        if key not in found:
+            found[key] = opened(files)
+        by_source[source] = found[key]
+    main = by_source.pop("", None)
+    others = list(found.values())
+    numbers = {
+        data.prompt_key(example.prompt_ids): 1 + others.index(by_source[example.data_source])
+        for example in reversed(inputs.prompts.examples)  # of equal prompts, the first counts
+        if example.data_source in by_source
+    }
+    return References((main, *others), numbers) if by_source else References((main,))
 
 
 def critic_base(
