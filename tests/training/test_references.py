@@ -47,7 +47,11 @@ def test_states_of_replicas_give_the_log_probabilities_of_the_pass(tied):
     known = batch_logprobs(
         params, batch, policy=policy, temperature=TEMPERATURE, plan=RowPlan(mesh)
     ).logprobs
-    options = {"temperature": TEMPERATURE, "peers": Peers(), "device_lock": contextlib.nullcontext()}
+    options = {
+        "temperature": TEMPERATURE,
+        "peers": Peers(),
+        "device_lock": contextlib.nullcontext(),
+    }
     found = remote_of(policy, params).logprobs(batch, **options)
     assert found.dtype == np.float32 and (found != 0).tolist() == batch.response_mask.tolist()
     np.testing.assert_allclose(found, known, atol=2e-6)
