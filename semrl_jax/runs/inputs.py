@@ -50,7 +50,8 @@ class Inputs(NamedTuple):
         """Whether `reference` is needed, and is not on replicas."""
         if self.plan.reference == NONE or (self.reference and self.reference.named.addresses):
             return False
-        return not self.references.keys() >= set(self.prompts.sources)
+        own = self.references.keys() - {""}
+        return not own or not own >= set(self.prompts.sources)
 
     @property
     def held_references(self) -> list[models.Policy]:

@@ -128,8 +128,8 @@ def _kept(
         parts[BASE] = frozen(inputs.policy.config, base_dtype)
         if inputs.critic is not None and inputs.critic_directory is not None:
             parts["base of the critic"] = frozen(inputs.critic.config, base_dtype)
-    if "reference" not in away:
-        dtype, held = config.model.reference_dtype, inputs.held_references
+    if "reference" not in away and (held := inputs.held_references):
+        dtype = config.model.reference_dtype
         parts[REFERENCE] = sum(frozen(each.config, dtype) for each in held)
     if inputs.reward_model is not None:
         model = inputs.reward_model.model.config
