@@ -145,8 +145,9 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
 
 - `rollout.max_prompt_tokens` of the replica must hold a prompt with all but the last token of its
   response. States of prompts are sent too.
-- It computes in its own `--config.model.compute_dtype`, and the states travel in that of the
-  trainer: in float32, the log-probabilities are those of a reference in the trainer up to rounding.
+- The replica computes in its own `--config.model.compute_dtype`. The states travel in the dtype
+  that the trainer computes in. In float32, the log-probabilities are equal, up to rounding, to
+  those of a reference in the trainer.
 - Repeat the flag for several replicas of one teacher, all started alike. They share the responses,
   and the numbers do not depend on how many there are if they are JAX replicas. Token, TLS and time
   limits are those of `rollout`. A replica that fails is retried, and one that starts again goes on.
@@ -157,7 +158,8 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
 ### A teacher for each data source
 
 `model.references` names other teachers for the prompts of single [data sources](data.md), and
-`model.reference_addresses` their replicas. Prompts of other sources have `model.reference_path`:
+`model.reference_addresses` their replicas. Prompts of other sources have `model.reference_path`, or
+without it the weights at the start:
 
 ```
 --config.model.references=math=MATH_TEACHER --config.model.references=code=CODE_TEACHER \\
