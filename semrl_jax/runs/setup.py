@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -33,13 +32,11 @@ from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.models.of_config import (
-    ReferenceFiles,
     build_policy,
     end_token_ids,
     find_lora,
     find_references,
     find_value_model,
-    output_matrix,
     starting_params,
     value_params,
 )
@@ -53,6 +50,7 @@ from semrl_jax.runs.export import Exporter
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import check_room, least_parts
 from semrl_jax.runs.optimizers import optimizer_of
+from semrl_jax.runs.references import check_sources, open_references, reference_params
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import ANSWERS, Workdir
@@ -62,12 +60,11 @@ from semrl_jax.sampling.episodes import Episodes, SingleTurn
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
-from semrl_jax.sampling.reference_replicas import open_reference
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.source import Source
 from semrl_jax.sampling.weights import WeightSync
-from semrl_jax.settings.model import ReferenceModel, reference_models
+from semrl_jax.settings.model import reference_models
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
@@ -78,7 +75,6 @@ from semrl_jax.training.offload import check_gives_back, check_offload, drop, ho
 from semrl_jax.training.passes import NONE, UPDATE, PassPlan
 from semrl_jax.training.probability_reward import ProbabilityReward
 from semrl_jax.training.probes import Probes, Tools, load_probes
-from semrl_jax.training.references import Loaded, References, Remote
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
 from semrl_jax.training.teacher_prompts import TeacherPrompts
 from semrl_jax.training.train_state import TrainState
@@ -491,81 +487,6 @@ def open_run(
             inputs.adapter,
             critic_head,
         )
-
-
-def check_sources(
-    references: Mapping[str, ReferenceFiles],
-    prompts: data.PromptDataset,
-    report: Callable[[str], None],
-) -> None:
-    """Reports which references several sources have; UserError for a source without a prompt."""
-    own = references.keys() - {""}
-    counts = collections.Counter(prompts.sources)
-    for source in sorted(own - counts.keys()):
-        raise UserError(
-            f"{references[source].named.field}={references[source].named.path!r}: no prompt is of "
-            f"this data source; the sources are {', '.join(counts):.300}."
-        )
-    if not own:
-        return
-    if "" in references and not counts.keys() - own:
-        path = references[""].named.path
-        raise UserError(
-            f"model.reference_path={path!r} is not read: each data source has a reference in "
-            "model.references; remove it."
-        )
-    main = references[""].named.path if "" in references else "the weights at the start"
-    parts = [
-        f"{source} ({count} prompts): {references[source].named.path if source in own else main}"
-        for source, count in counts.items()
-    ]
-    report(f"references: {', '.join(parts)}")
-
-
-def reference_params(
-    config: ml_collections.ConfigDict, directory: pathlib.Path, model: models.Policy, mesh: Mesh
-) -> models.Params:
-    """The weights of a reference, where `training.offload` wants them."""
-    params = starting_params(directory, model, mesh, config.model.reference_dtype)
-    return host_copies(params) if is_away(config, "reference") else params
-
-
-def open_references(
-    stack: contextlib.ExitStack,
-    config: ml_collections.ConfigDict,
-    inputs: Inputs,
-    mesh: Mesh,
-    stop: StopRequest,
-    reporter: Reporter,
-) -> References:
-    """Loads the references that are models of their own, or connects to their replicas."""
-    longest = inputs.longest_prompt(config)
-
-    def opened(files: ReferenceFiles) -> Loaded | Remote:
-        if not files.named.addresses:
-            return Loaded(files.model, reference_params(config, files.directory, files.model, mesh))
-        replicas = stack.enter_context(open_reference(config, files, longest, stop, reporter))
-        matrix = output_matrix(files).astype(jax.numpy.dtype(config.model.reference_dtype))
-        return Remote(files.model, matrix, replicas.final_states)
-
-    # Sources with one model share it. A main reference that is here is the learner's own.
-    found: dict[ReferenceModel, Loaded | Remote] = {}
-    by_source = {}
-    for source, files in inputs.references.items():
-        if not source and not files.named.addresses:
-            continue
-        key = files.named._replace(field="")
-        if key not in found:
-            found[key] = opened(files)
-        by_source[source] = found[key]
-    main = by_source.pop("", None)
-    others = list(found.values())
-    numbers = {
-        data.prompt_key(example.prompt_ids): 1 + others.index(by_source[example.data_source])
-        for example in reversed(inputs.prompts.examples)  # of equal prompts, the first counts
-        if example.data_source in by_source
-    }
-    return References((main, *others), numbers) if by_source else References((main,))
 
 
 def critic_base(

@@ -3,7 +3,7 @@
 A state has D numbers, the logits of a token V: with D / V of their bytes, the trainer computes any
 function of them. A sequence is sent as a prompt, and its response, of one token, is not read.
 
-Source: verl-project/verl#6705. There, states of the teacher travel between trainer processes.
+Source: the idea is of verl-project/verl#6705.
 """
 
 from __future__ import annotations
@@ -131,14 +131,17 @@ def open_reference(
                 vocab_size=architecture.vocab_size,
             )
             version = client.await_weights()
-            check_weights(client, files)
+            if not check_weights(client, files):
+                reporter.line(f"the weights of {files.named.path!r} on replicas are not compared")
         except (UserError, RuntimeError) as error:
             raise UserError(f"{files.named.field}={files.named.path!r}: {error}") from error
         yield ReferenceReplicas(client, version, config.model.compute_dtype, stop)
 
 
-def check_weights(client: RolloutClient, files: ReferenceFiles) -> None:
+def check_weights(client: RolloutClient, files: ReferenceFiles) -> int:
     """UserError if a replica has other weights than the directory, by a sample of the tensors.
+
+    Returns how many were compared: those that it holds in another form, such as 8 bits, are not.
 
     These are the output matrix, the final norm and the last layer: all but small models of one
     architecture differ there.
@@ -159,3 +162,4 @@ def check_weights(client: RolloutClient, files: ReferenceFiles) -> None:
                 f"replica {client.descriptions[0].replica_id} serves other weights, such as in "
                 f"{name}; start it with --policy={files.named.path}."
             )
+    return len(ours)

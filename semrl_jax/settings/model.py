@@ -94,7 +94,7 @@ def reference_models(model: Section) -> dict[str, ReferenceModel]:
         if source in found:
             raise UserError(f"{field}: {source!r:.100} has two references; keep one.")
         found[source] = ReferenceModel(f"{field}[{source!r:.100}]", path)
-    field, seen = "model.reference_addresses", set()
+    field, serves = "model.reference_addresses", {}
     for entry in model["reference_addresses"]:
         source, _, address = entry.rpartition("=")
         split_address(address, field)
@@ -104,10 +104,14 @@ def reference_models(model: Section) -> dict[str, ReferenceModel]:
                 f"{field}={entry!r:.200} needs the model that it serves, because the trainer has "
                 f"its output matrix; set {way_out}."
             )
-        if address in seen:
-            raise UserError(f"{field} names {address!r} more than once; name each replica once.")
-        seen.add(address)
         known = found[source]
+        if address in known.addresses:
+            raise UserError(f"{field} has {entry!r} more than once; name each replica once.")
+        if serves.setdefault(address, known.path) != known.path:
+            raise UserError(
+                f"{field}: {address!r} serves both {serves[address]!r} and {known.path!r}; a "
+                "replica has one model: start another one."
+            )
         found[source] = known._replace(addresses=(*known.addresses, address))
     return found
 

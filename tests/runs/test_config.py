@@ -368,7 +368,8 @@ CONTRADICTIONS = [
     (SOURCES, "model.reference_addresses", ("a=h",), "'h' must be host:port"),
     (SOURCES, "model.reference_addresses", ("h:1",), "that it serves, .*set model.reference_path"),
     (SOURCES, "model.reference_addresses", ("c=h:1",), "set c=PATH in model.references"),
-    (SOURCES, "model.reference_addresses", ("a=h:1", "b=h:1"), "names 'h:1' more than once"),
+    (SOURCES, "model.reference_addresses", ("a=h:1", "a=h:1"), "has 'a=h:1' more than once"),
+    (SOURCES, "model.reference_addresses", ("a=h:1", "b=h:1"), "'h:1' serves both 'x' and 'y'"),
     (
         SOURCES | {"model.reference_addresses": ("b=127.0.0.1:1",)},
         "rollout.addresses",

@@ -30,6 +30,7 @@ from semrl_jax.types import WeightVersion
 from tests.cases import refused
 from tests.fixtures import read_rows, stable
 from tests.rollout.embedded import EmbeddedReplica
+from tests.running import wait_until
 from tests.training.test_packing import mesh_of
 
 TOKEN = "a-token-for-tests"
@@ -64,6 +65,14 @@ def stack():
         yield stack
 
 
+def load(replica, served):
+    """Gives a replica the weights of its model, as launch.rollout --policy does."""
+    config = build_policy(served)[0].config
+    params, version = models.load_params(served.model.path, config), WeightVersion("t", "s", 0, "")
+    tensors = functools.partial(models.iterate_hf_tensors, params, config)
+    replica._run(replica._server.load(version, tensors))
+
+
 @pytest.fixture
 def serve(monkeypatch, stack):
     """Starts a JAX replica of a config."""
@@ -74,13 +83,7 @@ def serve(monkeypatch, stack):
         replica = EmbeddedReplica(jax_engine(served, policy, tokenizer), token=TOKEN, **place)
         stack.callback(replica.close, 0.0)
         if has_weights:
-            params = models.load_params(served.model.path, policy.config)
-            replica._run(
-                replica._server.load(
-                    WeightVersion("teacher", "served", 0, ""),
-                    lambda dtype: models.iterate_hf_tensors(params, policy.config, dtype),
-                )
-            )
+            load(replica, served)
         return replica
 
     return start
@@ -115,8 +118,14 @@ def test_replicas_compute_what_the_trainer_does(
 
     def restarted(replicas, sequences):
         second.close(0.0)
-        port = int(second.address.rpartition(":")[2])
-        again.append(threading.Thread(target=serve, args=(served,), kwargs={"port": port}))
+        place = int(second.address.rpartition(":")[2])
+        third, (known,) = serve(served, has_weights=False, port=place), replicas.client._replicas
+
+        def load_late():
+            wait_until(lambda: known.version is None)
+            load(third, served)
+
+        again.append(threading.Thread(target=load_late))
         again[-1].start()
         yield from real(replicas, sequences)
 
@@ -151,7 +160,7 @@ def test_a_replica_that_does_not_fit_is_refused(config, teacher, serve):
             return replicas.version
 
     config.rollout.connect_timeout_s = 1.0
-    assert opened(good, served).run_id == "teacher"
+    assert opened(good, served).run_id == "t"
     line = refused("serves other weights, such as in lm_head", opened, good, other)
     assert line.startswith("model.reference_path=") and "\n" not in line
     wide = teacher(name="wide", hidden_size=64)
@@ -197,14 +206,15 @@ def test_what_does_not_go_with_a_teacher_is_refused(config, teacher, monkeypatch
 
 
 def test_each_data_source_has_its_teacher(config, teacher, serve, tmp_path, monkeypatch):
-    """One is here, one on a replica; other prompts have the weights at the start."""
+    """Two are here, one on a replica; other prompts have the weights at the start."""
     policy, tokenizer = build_policy(config)
     start = policy.init(jax.random.key(1))
     models.save_directory(tmp_path / "start", start, policy.config, tokenizer)
-    here, remote = teacher(name="here"), teacher(seed=4, name="remote", hidden_size=64)
+    here, more = teacher(name="here"), teacher(seed=5, name="more")
+    remote = teacher(seed=4, name="remote", hidden_size=64)
     rows = [
         {"question": f"{n}+{n}", "answer": str(2 * n), "data_source": source}
-        for n, source in zip(range(10, 19), ["sums", "plus", "rest"] * 3)
+        for n, source in zip(range(10, 19), [*["sums", "plus", "more", "rest"] * 2, "sums"])
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -212,10 +222,12 @@ def test_each_data_source_has_its_teacher(config, teacher, serve, tmp_path, monk
     config.update_from_flattened_dict(
         {
             "algorithms.name": "distillation", "model.path": str(tmp_path / "start"),
-            "model.references": (f"sums={here.model.path}", f"plus={remote.model.path}"),
+            "model.references": (
+                f"sums={here.model.path}", f"plus={remote.model.path}", f"more={more.model.path}"
+            ),
             "model.reference_addresses": (f"plus={serve(remote).address}",),
-            "data.task": "files", "data.files": (str(file),), "data.prompts_per_step": 8,
-            "training.prompts_per_minibatch": 8, "rollout.group_size": 2,
+            "data.task": "files", "data.files": (str(file),), "data.prompts_per_step": 9,
+            "training.prompts_per_minibatch": 9, "rollout.group_size": 2,
             "data.template": "plain", "evaluation.held_out": False,
             "rollout.max_response_tokens": 24,
         }
@@ -234,8 +246,8 @@ def test_each_data_source_has_its_teacher(config, teacher, serve, tmp_path, monk
         data.prompt_key(tokenizer(row["question"])["input_ids"]): row["data_source"] for row in rows
     }
     sources = np.array([source_of[data.prompt_key(ids)] for ids in prompts_of(batch)])
-    paths = {"sums": here.model.path, "plus": remote.model.path, "rest": config.model.path}
-    for source, path in paths.items():
+    served = {"sums": here, "plus": remote, "more": more, "rest": config}
+    for source, path in ((source, each.model.path) for source, each in served.items()):
         own = models.load_config(path)
         known = batch_logprobs(
             models.load_params(path, own),
@@ -248,5 +260,5 @@ def test_each_data_source_has_its_teacher(config, teacher, serve, tmp_path, monk
         np.testing.assert_allclose(found[sources == source], known, atol=1e-5)
     config.model.references = (f"sum={here.model.path}",)
     config.model.reference_addresses = ()
-    line = "no prompt is of this data source; the sources are sums, plus, rest"
+    line = "no prompt is of this data source; the sources are sums, plus, more, rest"
     refused(line, train, config, str(tmp_path / "other"))
