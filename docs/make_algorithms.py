@@ -124,6 +124,50 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/self_distilled \
     --config.data.teacher_input="{input} Here is the reference answer: {answer}. Now answer."
 ```
 
+### A teacher on replicas
+
+A replica may hold the teacher. It sends the final states of the responses, D numbers per token
+instead of the V of logits, and the trainer has only the teacher's output matrix, in the memory of
+its host:
+
+```bash
+export SEMRL_ROLLOUT_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
+python -m launch.rollout --policy=TEACHER --port=50061 \\
+    --config.rollout.max_prompt_tokens=2047 --config.rollout.max_response_tokens=1
+python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
+    --config.model.path=STUDENT --config.model.reference_path=TEACHER \\
+    --config.model.reference_addresses=127.0.0.1:50061 \\
+    --config.algorithms.name=distillation --config.shaping.target=none
+```
+
+- `rollout.max_prompt_tokens` of the replica must hold a prompt with all but the last token of its
+  response. States of prompts are sent too.
+- The replica computes in its own `--config.model.compute_dtype`. The states travel in the dtype
+  that the trainer computes in. In float32, the log-probabilities are equal, up to rounding, to
+  those of a reference in the trainer.
+- Repeat the flag for several replicas of one teacher, all started alike. They share the responses,
+  and the numbers do not depend on how many there are if they are JAX replicas. Token, TLS and time
+  limits are those of `rollout`. A replica that fails is retried, and one that starts again goes on.
+- Architecture, tokenizer and a sample of the weights are compared with `model.reference_path`. One
+  that serves other weights, at the start or later, ends the run with one line.
+- The exact KL needs the teacher in the trainer.
+
+### A teacher for each data source
+
+`model.references` names other teachers for the prompts of single [data sources](data.md), and
+`model.reference_addresses` their replicas. Prompts of other sources have `model.reference_path`, or
+without it the weights at the start:
+
+```
+--config.model.references=math=MATH_TEACHER --config.model.references=code=CODE_TEACHER \\
+--config.model.reference_addresses=code=127.0.0.1:50062
+```
+
+Each teacher reads the responses of its sources alone, in a pass before the update. So this goes
+with every algorithm that has a reference, but not with the exact KL.
+
+### What all teachers have in common
+
 Every algorithm can have the exact KL as its KL, in addition to its rewards. The logits of the
 teacher are divided by `rollout.temperature` too. If its vocabulary is larger, the exact KL leaves
 out the tokens that the policy lacks.
@@ -177,7 +221,6 @@ LEFT_OUT = """## Left out
 | LaSeR | the log-probability of a token that was not sampled, with a gradient in the update |
 | filter of RLPR, V0.5 | prompts without or with more responses; a value model of V0.5's own |
 | teacher of SDPO | averaged weights; feedback and a correct response of the group in its prompt |
-| a teacher for each data source | one reference is loaded |
 | softmax of REAL over a group | log-ratios of all responses of a group in one micro-batch |
 | MSSR's shaping by entropy | an estimator gets no entropies; `single_stream` has such a baseline |
 | RoRecomp | trains again on responses of earlier steps; here a step trains on its own |

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-import secrets
 from collections.abc import Callable
 
 from jax.sharding import Mesh
@@ -16,6 +15,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import names_run
 from semrl_jax.types import WeightVersion
 
+ATTEMPT = "served"  # the digest tells weights apart, so that those of a new start are the same
 CHECK_S = 5.0  # between two looks for a newer checkpoint
 
 
@@ -37,11 +37,11 @@ class Followed:
 
         Raises UserError if the first one cannot be loaded.
         """
-        attempt, serves = secrets.token_hex(4), None
+        serves = None
         while True:
             if self.source != serves:
                 try:
-                    await self._load(server, policy, mesh, attempt)
+                    await self._load(server, policy, mesh)
                     if serves is None:
                         ready()
                     serves = self.source
@@ -55,12 +55,10 @@ class Followed:
             await asyncio.sleep(CHECK_S)
             self.source = await asyncio.to_thread(self._newest)
 
-    async def _load(
-        self, server: RolloutServer, policy: models.Policy, mesh: Mesh, attempt: str
-    ) -> None:
+    async def _load(self, server: RolloutServer, policy: models.Policy, mesh: Mesh) -> None:
         params = await asyncio.to_thread(self.source.params, policy, mesh)
         name = pathlib.Path(self._path).absolute().name
-        version = WeightVersion(name, attempt, self.source.step, "")
+        version = WeightVersion(name, ATTEMPT, self.source.step, "")
         await server.load(
             version, lambda dtype: models.iterate_hf_tensors(params, policy.config, dtype)
         )

@@ -8,10 +8,15 @@ from typing import Any, NamedTuple
 
 import jax
 import ml_collections
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float
 
 from semrl_jax import data, models
 from semrl_jax.models import peft
+from semrl_jax.models.directory import read_tensors
+from semrl_jax.models.hf_weights import EMBEDDING, HEAD
+from semrl_jax.settings.model import ReferenceModel, reference_models
 from semrl_jax.support.errors import UserError
 
 RANDOM_MODEL_FIELDS = (
@@ -105,23 +110,34 @@ def find_lora(
 
 
 class ReferenceFiles(NamedTuple):
-    """A checked directory of `model.reference_path`."""
+    """A checked directory of a reference."""
 
+    named: ReferenceModel
     model: models.Policy  # its architecture, on the mesh
     directory: pathlib.Path  # where its weights are
 
 
-def find_reference(
+def find_references(
     config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any, mesh: Mesh
-) -> ReferenceFiles | None:
-    """The reference of `model.reference_path`; None: the weights that training starts from.
+) -> dict[str, ReferenceFiles]:
+    """The references that are models of their own, as `reference_models`.
 
-    UserError as `find_value_model`.
+    UserError as `find_value_model`. A model on replicas need not fit the mesh.
     """
-    if not (path := config.model.reference_path):
-        return None
-    directory, architecture = _beside("model.reference_path", path, config, policy, tokenizer, mesh)
-    return ReferenceFiles(dataclasses.replace(policy, config=architecture, mesh=mesh), directory)
+    found = {}
+    for source, named in reference_models(config.model).items():
+        place = None if named.addresses else mesh
+        files = _beside(named.field, named.path, config, policy, tokenizer, place)
+        model = dataclasses.replace(policy, config=files[1], mesh=place)
+        found[source] = ReferenceFiles(named, model, files[0])
+    return found
+
+
+def output_matrix(files: ReferenceFiles) -> Float[np.ndarray, "V D"]:
+    """The float32 matrix from which a model's final states get their logits."""
+    config = files.model.config
+    name = EMBEDDING if config.tie_embeddings else HEAD
+    return read_tensors(files.directory, config, {}, [name])[name]
 
 
 class ModelFiles(NamedTuple):
@@ -164,7 +180,7 @@ def _beside(
     config: ml_collections.ConfigDict,
     policy: models.Policy,
     tokenizer: Any,
-    mesh: Mesh,
+    mesh: Mesh | None,
 ) -> tuple[pathlib.Path, models.DecoderConfig]:
     """The directory and architecture of another model that reads the policy's responses."""
     place = f"{field}={path!r}"
@@ -184,12 +200,13 @@ def _beside(
     return directory, architecture
 
 
-def _on_mesh(field: str, path: str, mesh: Mesh) -> tuple[pathlib.Path, models.DecoderConfig]:
-    """The directory and architecture of a model whose parameters the mesh can hold."""
+def _on_mesh(field: str, path: str, mesh: Mesh | None) -> tuple[pathlib.Path, models.DecoderConfig]:
+    """The directory and architecture of a model whose parameters the mesh, if any, can hold."""
     try:
         directory = models.find_directory(path)
         architecture = models.load_config(directory)
-        models.check_mesh(architecture, mesh)
+        if mesh is not None:
+            models.check_mesh(architecture, mesh)
     except UserError as error:
         raise UserError(f"{field}={path!r}: {error}") from None
     return directory, architecture

@@ -67,6 +67,7 @@ def make_estimate(
     passes = PassPlan.of(algorithm, config)
     policy = models.Policy(architecture, model.compute_dtype, model.remat)
     fields = {"plan": passes, "policy": policy, "lora": lora_of(config, architecture)}
+    fields["references"] = {}
     inputs = Inputs(**dict.fromkeys(Inputs._fields) | fields)
     others = dict(memory.memory_parts(config, inputs, mesh))
     del others[memory.UPDATE]  # the sum of `update_sizes`

@@ -19,6 +19,7 @@ from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.memory import num_parameters, num_trained, per_parameter, size_text, width
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
+from semrl_jax.settings.model import reference_models
 from semrl_jax.settings.training import updates_per_step
 from semrl_jax.support.chips import Cluster, Slice, find_cluster, find_slice, smallest_that_holds
 from semrl_jax.support.errors import UserError
@@ -35,9 +36,9 @@ def check(
     validate(config)
     if not config.model.path:
         raise UserError("model.path is empty; set it, as --config.model.path=Qwen/Qwen2.5-7B.")
-    if config.model.reference_path:
+    for named in reference_models(config.model).values():
         raise UserError(
-            f"model.reference_path={config.model.reference_path!r}: launch.plan knows only a "
+            f"{named.field}={named.path!r}: launch.plan knows only a "
             "reference that is the policy at the start; remove it to plan the rest."
         )
     algorithm = load_algorithm(config.algorithms.to_dict())

@@ -6,6 +6,7 @@ only for the last checks, which import modules that a user names.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import ml_collections
@@ -26,6 +27,7 @@ from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings.algorithms import add_users_options, importance_options
 from semrl_jax.settings.config import check_sections
 from semrl_jax.settings.data import check_training_data
+from semrl_jax.settings.model import reference_models
 from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.settings.rewards import VERIFIERS, reward_functions, split_functions
 from semrl_jax.settings.rollout import check_quantization, check_training_rollout, num_parts
@@ -54,6 +56,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     _check_ahead(config)
     _check_measured(config)
     _check_lora(config)
+    _check_references(config)
     # Last: these import modules that load JAX.
     for name in config.metrics.names:
         if name not in METRICS:
@@ -146,7 +149,7 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
 def remarks(config: ml_collections.ConfigDict) -> list[str]:
     """Lines about settings that are possible and rarely meant, after `validate`."""
     distils = config.algorithms.name == "distillation"
-    if distils and not (config.model.reference_path or config.data.teacher_input):
+    if distils and not (reference_models(config.model) or config.data.teacher_input):
         return [
             "warning: algorithms.name='distillation' without model.reference_path: the teacher is "
             "the policy at the start, so there is nothing to learn from it."
@@ -176,12 +179,10 @@ def method_line(config: ml_collections.ConfigDict) -> str:
         for name, of in (("KL", "kl_coefficient"), ("entropy bonus", "entropy_coefficient")):
             if loss[of]:
                 parts.append(f"{name} {loss[of]:g}")
-    for name, value in (
-        ("reference", config.model.reference_path),
-        ("curriculum", config.data.curriculum),
-    ):
-        if value:
-            parts.append(f"{name} {value}")
+    named = [config.model.reference_path, *config.model.references]
+    parts += [f"reference {entry}" for entry in named if entry]
+    if config.data.curriculum:
+        parts.append(f"curriculum {config.data.curriculum}")
     if rewards.majority:
         parts.append("majority rewards")
     elif rewards.probability_after:
@@ -261,6 +262,8 @@ def _check_environment(config: ml_collections.ConfigDict) -> None:
          "leave it out: the environment gives the rewards"),
         ("data.teacher_input", data.teacher_input, not data.teacher_input,
          "leave it out: an episode has several messages"),
+        ("model.references", tuple(config.model.references), not config.model.references,
+         "set reference_path: all tasks are of one data source"),
         ("rollout.in_flight", config.rollout.in_flight, num_parts(config.rollout) == 1,
          "set it to 'wait': with this max_staleness, responses are sampled in parts"),
         ("metrics.placement", "rollout", config.metrics.placement == "trainer", one_turn),
@@ -427,7 +430,7 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
             f"model.param_dtype={model.param_dtype!r} rounds what is trained, float32 adapters "
             "with lora.rank; set it to 'float32', and lora.base_dtype for the base."
         )
-    if model.reference_path:
+    if reference_models(model):
         return
     if "reference" in config.training.offload:
         raise UserError(
@@ -437,6 +440,23 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"model.reference_dtype={model.reference_dtype!r} is not read with lora.rank="
             f"{lora.rank}, since the frozen base is the reference; set lora.base_dtype."
+        )
+
+
+def _check_references(config: ml_collections.ConfigDict) -> None:
+    """The replicas of references are not those that sample, and have memory of their own."""
+    named = reference_models(config.model).values()
+    for address in itertools.chain(*(each.addresses for each in named)):
+        if address in config.rollout.addresses:
+            raise UserError(
+                f"model.reference_addresses and rollout.addresses both name {address!r}; a replica "
+                "has one model: start another one."
+            )
+    is_away = bool(named) and all(each.addresses for each in named)
+    if is_away and config.model.reference_path and "reference" in config.training.offload:
+        raise UserError(
+            "training.offload='reference' moves a reference of the trainer, and with "
+            "model.reference_addresses replicas have it; remove 'reference'."
         )
 
 

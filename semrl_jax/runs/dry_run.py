@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from semrl_jax import models
 from semrl_jax.cluster import find_place
+from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.evaluation.entries import environment_names
 from semrl_jax.rewards import VerifierPool
@@ -41,6 +42,7 @@ from semrl_jax.runs.sft_run import batches_of
 from semrl_jax.runs.starting_model import source_of
 from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import check_workdir
+from semrl_jax.sampling.reference_replicas import open_reference
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.settings.training import updates_per_step
@@ -97,6 +99,7 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
         f"{updates_per_step(config)} update(s) per step",
     )
     check_replicas(config, inputs.policy, inputs.tokenizer, pathlib.Path(workdir), summary)
+    check_references(config, inputs, summary)
     _say_memory(config, inputs, mesh, summary)
     trained = {"training": inputs.policy, "critic": inputs.critic}
     size = _checkpoint_bytes(config, inputs.lora, **trained)
@@ -207,6 +210,17 @@ def check_replicas(
             directory=directory,
         ):
             summary("replicas", *rollout.addresses, "all answer and fit")
+
+
+def check_references(config: ml_collections.ConfigDict, inputs: Inputs, summary: Summary) -> None:
+    """Connects to `model.reference_addresses`."""
+    brief, longest = config.copy_and_resolve_references(), inputs.longest_prompt(config)
+    brief.rollout.connect_timeout_s = min(config.rollout.connect_timeout_s, CONNECT_S)
+    for files in inputs.references.values():
+        if addresses := files.named.addresses:
+            stop, silent = StopRequest(0.0, 0), Reporter(silent=True)
+            with open_reference(brief, files, longest, stop, silent):
+                summary("reference", files.named.path, *addresses, "all answer and fit")
 
 
 def _checkpoint_bytes(

@@ -22,7 +22,6 @@ from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.passes import NONE
 from semrl_jax.training.update_memory import PerParameter, update_parts
 
 PARAMETERS, ADAPTERS, BASE, GRADIENTS = "parameters", "adapters", "base", "gradients"
@@ -129,10 +128,9 @@ def _kept(
         parts[BASE] = frozen(inputs.policy.config, base_dtype)
         if inputs.critic is not None and inputs.critic_directory is not None:
             parts["base of the critic"] = frozen(inputs.critic.config, base_dtype)
-    has_reference = inputs.plan.reference != NONE and "reference" not in away
-    if has_reference and (inputs.lora is None or inputs.reference is not None):
-        model = inputs.policy if inputs.reference is None else inputs.reference.model
-        parts[REFERENCE] = frozen(model.config, config.model.reference_dtype)
+    if "reference" not in away and (held := inputs.held_references):
+        dtype = config.model.reference_dtype
+        parts[REFERENCE] = sum(frozen(each.config, dtype) for each in held)
     if inputs.reward_model is not None:
         model = inputs.reward_model.model.config
         parts["reward model"] = frozen(model, config.rewards.model.dtype)

@@ -35,7 +35,7 @@ from semrl_jax.models.of_config import (
     build_policy,
     end_token_ids,
     find_lora,
-    find_reference,
+    find_references,
     find_value_model,
     starting_params,
     value_params,
@@ -50,6 +50,7 @@ from semrl_jax.runs.export import Exporter
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import check_room, least_parts
 from semrl_jax.runs.optimizers import optimizer_of
+from semrl_jax.runs.references import check_sources, open_references, reference_params
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import ANSWERS, Workdir
@@ -63,6 +64,7 @@ from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.source import Source
 from semrl_jax.sampling.weights import WeightSync
+from semrl_jax.settings.model import reference_models
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
@@ -180,17 +182,19 @@ def check_inputs(
             f"metrics.drift_every={config.metrics.drift_every} needs a reference, which algorithms."
             f"name={config.algorithms.name!r} has with algorithms.loss.kl_coefficient above 0."
         )
-    if config.metrics.drift_every and (path := config.model.reference_path):
-        raise UserError(
-            f"metrics.drift_every={config.metrics.drift_every} measures how far the states have "
-            f"moved since the start, but model.reference_path={path!r} is another model; set 0."
-        )
-    if plan.reference == NONE and (path := config.model.reference_path):
-        raise UserError(
-            f"model.reference_path={path!r} is not read: algorithms.name="
-            f"{config.algorithms.name!r} with these settings has no reference; remove it, or set "
-            "algorithms.loss.kl_coefficient above 0."
-        )
+    for named in reference_models(config.model).values():
+        if config.metrics.drift_every:
+            raise UserError(
+                f"metrics.drift_every={config.metrics.drift_every} measures how far the states "
+                f"have moved since the start, but {named.field}={named.path!r} is another model; "
+                "set 0."
+            )
+        if plan.reference == NONE:
+            raise UserError(
+                f"{named.field}={named.path!r} is not read: algorithms.name="
+                f"{config.algorithms.name!r} with these settings has no reference; remove it, or "
+                "set algorithms.loss.kl_coefficient above 0."
+            )
     if "reference" in config.training.offload and plan.reference == NONE:
         raise UserError(
             f"training.offload={tuple(config.training.offload)}: algorithms.name="
@@ -199,8 +203,8 @@ def check_inputs(
     if algorithm.needs.exact_kl and plan.reference != UPDATE:
         raise UserError(
             "algorithms.loss.kl_estimator='exact' compares policy and reference in the update, "
-            "which has the reference only without training.offload='reference' and "
-            "data.teacher_input; remove one."
+            "which has the reference only without training.offload='reference', "
+            "data.teacher_input, model.references and model.reference_addresses; remove one."
         )
     if plan.own_teacher and plan.reference != NONE:
         raise UserError(
@@ -262,13 +266,14 @@ def check_inputs(
     if path := config.critic.path:
         of_policy = config, policy, tokenizer, mesh
         critic, critic_directory, _ = find_value_model("critic.path", path, *of_policy)
-    reference = find_reference(config, policy, tokenizer, mesh)
-    teacher = policy if reference is None else reference.model
+    references = find_references(config, policy, tokenizer, mesh)
+    check_sources(references, prompts, report)
+    teachers = [files.model.config for files in references.values()] or [policy.config]
     return Inputs(
         algorithm=algorithm,
         plan=plan,
         policy=policy,
-        reference=reference,
+        references=references,
         critic=critic,
         critic_directory=critic_directory,
         tokenizer=tokenizer,
@@ -291,7 +296,9 @@ def check_inputs(
         prefix=data.special_prefix(
             tokenizer, prompts.examples[0].template, config.data.add_special_tokens
         ),
-        teacher=TeacherPrompts.of(config, tokenizer, prompts, teacher.config),
+        teacher=TeacherPrompts.of(
+            config, tokenizer, prompts, min(teachers, key=lambda c: c.max_position_embeddings)
+        ),
     )
 
 
@@ -368,12 +375,11 @@ def open_run(
                 base = host_copies(base) if is_away(config, "parameters") else base
                 if other is None:
                     return start, base, base
-            if inputs.plan.reference == NONE:
+            if not inputs.loads_reference:
                 models.check_params(start, policy.config)  # the first state will load them
                 return start, base, None
             directory, model = (start, policy) if other is None else (other.directory, other.model)
-            params = starting_params(directory, model, mesh, config.model.reference_dtype)
-            return start, base, host_copies(params) if is_away(config, "reference") else params
+            return start, base, reference_params(config, directory, model, mesh)
 
         measurer = None
         if config.hidden_states.source != "none":
@@ -386,6 +392,9 @@ def open_run(
         client = agreed("connect", connect)
         agreed("warm_start", lambda: find_start() if peers.index == 0 else None)
         start, base, reference = agreed("load", load)
+        references = agreed(
+            "load", lambda: open_references(stack, config, inputs, mesh, stop, reporter)
+        )
         lora, record = inputs.lora, None
         if lora is not None:
             base = lora.base(base)
@@ -430,6 +439,7 @@ def open_run(
             num_seen=len(inputs.prompts) if inputs.prompts.curriculum else 0,
             reference_policy=None if inputs.reference is None else inputs.reference.model,
             teacher=inputs.teacher,
+            references=references,
             prompt_numbers=inputs.prompts.numbers if inputs.algorithm.needs.prompt_state else {},
             probability=ProbabilityReward.of(config, tokenizer, policy.config),
             optimizer=optimizer_of(config, "training"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from semrl_jax.settings.rules import Section, divides
+from semrl_jax.support.addresses import split_address
 from semrl_jax.support.choices import ATTENTION_KERNELS, DTYPES, REMAT_POLICIES
+from semrl_jax.support.errors import UserError
 from semrl_jax.support.fields import setting
 
 
@@ -32,6 +35,19 @@ class Model:
         "",
         "directory or hub id, such as of a teacher; empty: the weights that training starts from",
     )
+    references: tuple[str, ...] = setting(
+        (),
+        "SOURCE=PATH, repeat the flag: another reference for the prompts of a data source. "
+        "docs/algorithms.md",
+        items=str,
+    )
+    reference_addresses: tuple[str, ...] = setting(
+        (),
+        "host:port, or SOURCE=host:port, of replicas that compute a reference, repeat the flag; "
+        "empty: the trainer does. docs/algorithms.md",
+        items=str,
+        may_change=True,
+    )
     reference_dtype: str = setting("float32", "float32 or bfloat16", choices=DTYPES)
     remat: str = setting(
         "dots",
@@ -55,6 +71,51 @@ class Model:
     tie_embeddings: bool = setting(True, "one matrix for input and output of a random model")
 
 
+class ReferenceModel(NamedTuple):
+    """A reference that is a model of its own."""
+
+    field: str  # the entry that names it, for messages
+    path: str
+    addresses: tuple[str, ...] = ()  # of the replicas that compute it; (): the trainer does
+
+
+def reference_models(model: Section) -> dict[str, ReferenceModel]:
+    """The references that are models of their own, by data source; "": of all other prompts.
+
+    UserError for an entry that is wrong, or does not belong to a model.
+    """
+    field, path = "model.references", model["reference_path"]
+    found = {"": ReferenceModel("model.reference_path", path)} if path else {}
+    for entry in model["references"]:
+        source, _, path = entry.partition("=")
+        if not source or not path:
+            raise UserError(f"{field}={entry!r:.200} must be SOURCE=PATH.")
+        if source in found:
+            raise UserError(f"{field}: {source!r:.100} has two references; keep one.")
+        found[source] = ReferenceModel(f"{field}[{source!r:.100}]", path)
+    field, serves = "model.reference_addresses", {}
+    for entry in model["reference_addresses"]:
+        source, _, address = entry.rpartition("=")
+        split_address(address, field)
+        if source not in found:
+            way_out = f"{source}=PATH in model.references" if source else "model.reference_path"
+            raise UserError(
+                f"{field}={entry!r:.200} needs the model that it serves, because the trainer has "
+                f"its output matrix; set {way_out}."
+            )
+        known = found[source]
+        if address in known.addresses:
+            raise UserError(f"{field} has {entry!r} more than once; name each replica once.")
+        if serves.setdefault(address, known.path) != known.path:
+            raise UserError(
+                f"{field}: {address!r} serves both {serves[address]!r} and {known.path!r}; a "
+                "replica has one model: start another one."
+            )
+        found[source] = known._replace(addresses=(*known.addresses, address))
+    return found
+
+
 def check(model: Section) -> None:
+    reference_models(model)
     if not model["path"]:  # `DecoderConfig` checks the sizes
         divides("model.num_heads", model["num_heads"], "model.hidden_size", model["hidden_size"])

@@ -20,6 +20,7 @@ from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.data.curricula import PromptHistory
+from semrl_jax.models.hosts import from_host
 from semrl_jax.models.peft import num_parameters
 from semrl_jax.models.pinned import fetched
 from semrl_jax.models.products import Products
@@ -35,6 +36,7 @@ from semrl_jax.training.packing import RowPlan, row_plan
 from semrl_jax.training.passes import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.policy_update import PolicyLoss, TokenPass, batch_logprobs
 from semrl_jax.training.probability_reward import ProbabilityReward
+from semrl_jax.training.references import Loaded, References, Remote, rows_of
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.teacher_prompts import TeacherPrompts
@@ -93,6 +95,7 @@ class Learner:
     prompt_numbers: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
     probability: ProbabilityReward | None = None  # in place of the verifier's scores
     teacher: TeacherPrompts | None = None  # prompts of the reference; None: the policy's
+    references: References = References()  # noqa: RUF009
 
     @functools.cached_property
     def trainees(self) -> tuple[Trainee, ...]:
@@ -238,11 +241,7 @@ class Learner:
                 old = self.logprobs(self.whole(state.params), batch, replays=True, **also)
         if plan.reference == PASS or plan.own_teacher:
             with clock("ref_logprobs"):
-                params, policy = self.whole(state.params), self.policy
-                if not plan.own_teacher:
-                    params, policy = fetched(self.reference), self.reference_policy or policy
-                read = batch if self.teacher is None else self.teacher.batch(batch)
-                reference = self.logprobs(params, read, policy=policy).logprobs
+                reference = self._ref_logprobs(state, batch)
         if plan.values:
             with clock("values"):
                 values = self.values(state.critic.params, batch)
@@ -251,6 +250,31 @@ class Learner:
             with clock("drift"):
                 states = self.logprobs(fetched(self.reference), batch, with_states=True).states
         return ForwardPasses(old, reference, values, states)
+
+    def _ref_logprobs(self, state: TrainState, batch: RolloutBatch) -> Float[Array, "B T"]:
+        """Log-probabilities under the references, or under the policy as its own teacher."""
+        read = batch if self.teacher is None else self.teacher.batch(batch)
+        if self.plan.own_teacher:
+            return self.logprobs(self.whole(state.params), read).logprobs
+        if self.references == References():
+            own = self.reference_policy or self.policy
+            return self.logprobs(fetched(self.reference), read, policy=own).logprobs
+        found = np.zeros(batch.response_mask.shape, np.float32)
+        for model, rows in self.references.parts(batch):
+            part = rows_of(read, rows)
+            if isinstance(model, Remote):
+                temperature = self.config.rollout.temperature
+                shared = {"peers": self.peers, "device_lock": self.device_lock}
+                found[rows] = model.logprobs(part, temperature=temperature, **shared)
+                continue
+            model = model or Loaded(self.reference_policy or self.policy, self.reference)
+            # Each number of rows is a program, so there are at most eight: rows are repeated.
+            step = -(-len(found) // 8)
+            padded = np.resize(np.arange(len(rows)), -(-len(rows) // step) * step)
+            part = rows_of(part, padded)
+            values = self.logprobs(fetched(model.params), part, policy=model.policy).logprobs
+            found[rows] = np.asarray(values)[: len(rows)]
+        return from_host(found, models.replicated(self.mesh))
 
     @property
     def _rows(self) -> RowPlan:
@@ -351,9 +375,10 @@ class Learner:
         reference = (plan.reference == PASS or plan.own_teacher) + epochs * (
             plan.reference == UPDATE
         )
-        of_reference = own.forward - own.adapters
-        if (other := self.reference_policy) is not None:
-            of_reference = batch_products(other.config, batch, head=True).forward
+        of_reference = 0.0
+        if reference:
+            main = self.reference_policy or self.policy
+            of_reference = self.references.operations(batch, main.config)
         found = (passes.old is not None) * own.forward + reference * of_reference
         if POLICY in updated:
             found += epochs * own.training

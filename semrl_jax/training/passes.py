@@ -68,8 +68,10 @@ class PassPlan:
         # An offloaded reference has a pass of its own: it is not on the device during the update.
         is_away = needs.reference and "reference" in config.training.offload
         reference = UPDATE if needs.reference else NONE
-        # The update reads the policy's prompts.
-        if needs.early_reference or is_away or (needs.reference and config.data.teacher_input):
+        # The update reads the policy's prompts, and takes one reference, which is here.
+        model = config.model
+        in_pass = config.data.teacher_input or model.references or model.reference_addresses
+        if needs.early_reference or is_away or (needs.reference and in_pass):
             reference = PASS
         corrects = PASS if old == PASS else UPDATE
         return cls(

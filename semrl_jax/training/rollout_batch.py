@@ -64,6 +64,13 @@ def pad_batch(
     )
 
 
+def prompts_of(batch: RolloutBatch) -> list[Int[np.ndarray, " _"]]:
+    """The token ids of the prompt of each row, without padding."""
+    num_prompt = batch.token_ids.shape[1] - batch.response_mask.shape[1]
+    ids, own = (array[:, :num_prompt] for array in (batch.token_ids, batch.segment_ids))
+    return [row[mask > 0] for row, mask in zip(ids, own, strict=True)]
+
+
 def _experts(
     rollouts: Sequence[Rollout],
     tokens: Bool[np.ndarray, "B S"],

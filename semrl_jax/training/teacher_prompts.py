@@ -15,7 +15,7 @@ from semrl_jax.data.templates import prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.models import DecoderConfig
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.rollout_batch import bucket
+from semrl_jax.training.rollout_batch import bucket, prompts_of
 from semrl_jax.types import RolloutBatch
 
 
@@ -71,11 +71,8 @@ class TeacherPrompts:
     def batch(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch, of NumPy arrays, with the prompts replaced."""
         num_response = batch.response_mask.shape[1]
-        own = batch.segment_ids[:, :-num_response] > 0
-        prompts = [
-            self.prompts[data.prompt_key(row[mask])]
-            for row, mask in zip(batch.token_ids[:, :-num_response], own, strict=True)
-        ]
+        own = prompts_of(batch)
+        prompts = [self.prompts[data.prompt_key(ids)] for ids in own]
         padded = data.pad_rows(
             prompts,
             [np.zeros(0, np.int32)] * len(prompts),
@@ -83,7 +80,7 @@ class TeacherPrompts:
             response_length=0,
             pad_id=self.pad_token_id,
         )
-        more = np.array([len(prompt) for prompt in prompts]) - own.sum(axis=1)
+        more = np.array([len(prompt) for prompt in prompts]) - np.array(list(map(len, own)))
         segments = batch.segment_ids[:, -num_response:]
         positions = batch.positions[:, -num_response:] + np.where(segments == 1, more[:, None], 0)
         after = {

@@ -240,7 +240,10 @@ OF_OTHERS = set(get_config().algorithms.advantage) - {
 # Our fields, or beginnings of them, for which the launcher has no setting.
 OURS_ALONE = {
     "seed": "the launcher fixes none",
-    "model.reference_path": "the launcher's reference is the policy at the start",
+    **dict.fromkeys(
+        ("model.reference_path", "model.references", "model.reference_addresses"),
+        "the launcher's reference is the policy at the start",
+    ),
     "metrics.layers": "the launcher measures the final layer",
     "data.reasoning_gym": "the launcher has none", "data.curriculum": "the launcher has none",
     "rewards.majority": "the launcher has none",

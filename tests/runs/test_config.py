@@ -362,7 +362,27 @@ TWO_LAYERS = {"metrics.layers": (-1, 0)}
 IN_PARTS = {"rollout.in_flight": "keep", "rollout.max_staleness": 3}
 GIVEN = {"rollout.given_responses": 1}
 CHILDREN = {"rollout.jax_processes": 1, "rollout.max_staleness": 1}
+SOURCES = {"model.references": ("a=x", "b=y")}
 CONTRADICTIONS = [
+    (SOURCES, "model.references", ("a=x", "a=y"), "'a' has two references; keep one"),
+    (SOURCES, "model.references", ("=x",), "'=x' must be SOURCE=PATH"),
+    (SOURCES, "model.reference_addresses", ("a=h",), "'h' must be host:port"),
+    (SOURCES, "model.reference_addresses", ("h:1",), "that it serves, .*set model.reference_path"),
+    (SOURCES, "model.reference_addresses", ("c=h:1",), "set c=PATH in model.references"),
+    (SOURCES, "model.reference_addresses", ("a=h:1", "a=h:1"), "has 'a=h:1' more than once"),
+    (SOURCES, "model.reference_addresses", ("a=h:1", "b=h:1"), "'h:1' serves both 'x' and 'y'"),
+    (
+        SOURCES | {"model.reference_addresses": ("b=127.0.0.1:1",)},
+        "rollout.addresses",
+        ("127.0.0.1:1",),
+        "both name '127.0.0.1:1'; a replica has one model",
+    ),
+    (
+        {"model.reference_path": "x", "model.reference_addresses": ("h:1",)},
+        "training.offload",
+        ("reference",),
+        "replicas have it; remove 'reference'",
+    ),
     (MEASURED_THERE, "hidden_states.source", "policy", "='policy'; set it to 'rollout'"),
     (MEASURED_THERE, "hidden_states.source", "none", "='none'; set it to 'rollout'"),
     (MEASURED_THERE, "metrics.device_batch", 4, "=4 is for the trainer's accelerator"),
@@ -455,6 +475,7 @@ def test_a_verifier_that_compares_is_named_with_procedural_problems(rewards, nam
         ({"data.template": "plain"}, "data.template='plain': leave it out: messages are"),
         ({"data.system_prompt": "S"}, "data.system_prompt='S': leave it out"),
         ({"rewards.function": "math"}, "rewards.function='math': leave it out"),
+        ({"model.references": ("a=x",)}, "all tasks are of one data source"),
         ({"rewards.functions": ("math",)}, r"rewards.functions=\('math',\): leave it out"),
         ({"rollout.in_flight": "keep", "rollout.max_staleness": 2}, "in_flight='keep': set it to"),
         ({"metrics.placement": "rollout"}, "metrics.placement='rollout': set it to 'trainer'"),
@@ -489,8 +510,12 @@ def test_the_first_line_and_a_warning_tell_of_the_teacher():
     assert "nothing to learn" in warning
     config.model.reference_path = "a/teacher"
     assert not remarks(config)
-    added = "entropy bonus 0.001, reference a/teacher, curriculum window, majority rewards"
-    assert method_line(config) == f"method: distillation, VERL shaping of advantage, {added}"
+    config.model.references = ("math=b",)
+    added = "entropy bonus 0.001, reference a/teacher, reference math=b, curriculum window"
+    assert (
+        method_line(config)
+        == f"method: distillation, VERL shaping of advantage, {added}, majority rewards"
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def inputs_of(config, mesh, critic=False):
         "algorithm": algorithm,
         "plan": PassPlan.of(algorithm, config),
         "policy": policy,
+        "references": {},
         "lora": (find_lora(config, policy) or (None, None))[0],
     }
     if critic:

@@ -9,6 +9,7 @@ from configs.default import get_config
 from semrl_jax.models import DecoderConfig, Lora
 from semrl_jax.training.learner import ForwardPasses, Learner
 from semrl_jax.training.passes import NONE, PASS, UPDATE
+from semrl_jax.training.references import References
 from semrl_jax.types import RolloutBatch
 
 
@@ -75,6 +76,7 @@ def test_operations_of_a_step_worked_by_hand(settings, expected):
     holder = types.SimpleNamespace(
         config=config, policy=model, reference_policy=None, lora=case.lora,
         plan=types.SimpleNamespace(own_teacher=False, reference=case.reference),
+        references=References(),
         critic=types.SimpleNamespace(model=model) if case.critic else None,
     )  # fmt: skip
     batch = RolloutBatch(SEGMENTS, SEGMENTS, SEGMENTS, MASK, MASK.astype(np.float32))

@@ -19,6 +19,7 @@ from semrl_jax.rollout.client.broadcast import Ended, Weights, hand_over, send_w
 from semrl_jax.rollout.client.dispatch import Dispatcher
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import (
+    ADDRESSES,
     Counters,
     Figures,
     Load,
@@ -73,6 +74,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         keeps one copy of them until `close`; all others receive them.
       check: raises UserError for the description of a replica that the caller cannot use.
       in_turns: `release` of weights makes replicas of other processes sleep.
+      field: the setting with the addresses, for messages.
       find_addresses: asked before each sync of weights for the addresses; it may raise UserError.
       waits: fields of `Waits`.
 
@@ -92,6 +94,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         tls_ca: str = "",
         share_memory: bool = True,
         in_turns: bool = False,
+        field: str = ADDRESSES,
         check: Callable[[ReplicaDescription], None] = lambda description: None,
         find_addresses: Callable[[], Sequence[str]] | None = None,
         **waits,
@@ -99,8 +102,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         if local is None:
             if not addresses or len(set(addresses)) < len(addresses):
                 raise UserError(
-                    f"rollout.addresses={tuple(addresses)} must name at least one replica, each "
-                    "once."
+                    f"{field}={tuple(addresses)} must name at least one replica, each once."
                 )
             check_token(token)
         self._run_id = run_id
@@ -112,6 +114,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._token = token
         self._authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
         self._in_turns = in_turns
+        self._field = field
         self._check = check
         self._find_addresses = find_addresses
         self._reported: dict[str, str] = {}  # why an address is not used
@@ -189,7 +192,7 @@ class RolloutClient(contextlib.AbstractContextManager):
             self._await_replica(replica, deadline)
         ids = collections.Counter(r.description.replica_id for r in self._replicas)
         if repeated := [name for name, count in ids.items() if count > 1]:
-            raise UserError(f"rollout.addresses: several lead to the same replica {repeated[0]!r}.")
+            raise UserError(f"{self._field}: several lead to the same replica {repeated[0]!r}.")
         return tuple(replica.description for replica in self._replicas)
 
     def sync_weights(
@@ -364,6 +367,45 @@ class RolloutClient(contextlib.AbstractContextManager):
         with contextlib.closing(dispatcher):
             yield from dispatcher.run()
 
+    def await_weights(self, version: WeightVersion | None = None) -> WeightVersion:
+        """Waits until a replica serves weights that it loaded itself; returns their version.
+
+        Replicas that have lost them, such as by a new start, are asked again.
+
+        Args:
+          version: of earlier weights; None: the first one that is found.
+
+        UserError: a replica serves another version, or no longer fits the run. RuntimeError: no
+        replica serves weights within `sync_timeout_s`.
+        """
+        deadline = time.monotonic() + self._waits.sync_timeout_s
+        version = version or next(filter(None, (r.version for r in self._replicas)), None)
+        while not self._closed.is_set():
+            lost = [r for r in self._replicas if r.version is None or r.version != version]
+            due = [r for r in lost if time.monotonic() >= r.retry_at]
+            for replica, found in self._ask(due).items():
+                if isinstance(found, ReplicaDescription) and found.version is not None:
+                    version = version or found.version
+                    if found.version != version:
+                        raise UserError(
+                            f"{replica.name} serves weights {found.version}, not {version}; start "
+                            "all replicas of a model alike, with weights that stay the same."
+                        )
+                    self._adopt(replica, found)
+                    continue
+                reason = "it loads its weights, or was started without --policy"
+                if not isinstance(found, ReplicaDescription):
+                    reason = self._refusal(replica, found)
+                replica.set_aside(reason)
+                self._report(replica.address, f"{replica.name} serves no weights: {reason}")
+            if any(replica.version == version for replica in self._replicas) and version:
+                return version
+            if time.monotonic() > deadline:
+                errors = "; ".join(f"{r.name}: {r.error}" for r in self._replicas)
+                raise RuntimeError(f"no replica serves the weights ({errors}).")
+            self._closed.wait(0.2)
+        raise RuntimeError("the rollout client is closed.")
+
     def tensor_sums(self) -> list[TensorSum]:
         """Sums of the weights that the first replica holds.
 
@@ -423,7 +465,8 @@ class RolloutClient(contextlib.AbstractContextManager):
                 if now >= deadline:
                     raise UserError(
                         f"{replica.name} cannot be reached within "
-                        f"{self._waits.connect_timeout_s:g} s ({reason}); {way_out(reason)}."
+                        f"{self._waits.connect_timeout_s:g} s ({reason}); "
+                        f"{way_out(reason, self._field)}."
                     ) from error
                 if now - last_report >= self._waits.progress_every_s:
                     last_report = now
@@ -435,7 +478,8 @@ class RolloutClient(contextlib.AbstractContextManager):
 
     def _new_replica(self, address: str) -> RemoteReplica:
         load = self._loads.get(address)  # of one that was here before
-        return RemoteReplica(address, self._token, tls_ca=self._authority, load=load)
+        options = {"load": load, "field": self._field}
+        return RemoteReplica(address, self._token, tls_ca=self._authority, **options)
 
     def _describe(self, replica: Replica, timeout_s: float) -> ReplicaDescription:
         memory = None if self._memory is None else self._memory.message()

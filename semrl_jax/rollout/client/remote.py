@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import grpc
 
-from semrl_jax.rollout.client.replica import Load, Replica, Responses
+from semrl_jax.rollout.client.replica import ADDRESSES, Load, Replica, Responses
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
@@ -37,10 +37,18 @@ _CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 class RemoteReplica(Replica):
     """A replica that is called over gRPC."""
 
-    def __init__(self, address: str, token: str, *, tls_ca: bytes | None, load: Load | None = None):
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        tls_ca: bytes | None,
+        load: Load | None = None,
+        field: str = ADDRESSES,
+    ):
         # gRPC takes port 65537 for port 1, and sends the token there.
-        host, _ = split_address(address, "rollout.addresses")
-        super().__init__(address, load)
+        host, _ = split_address(address, field)
+        super().__init__(address, load, field)
         self._metadata = token_metadata(token)
         if tls_ca is not None:
             credentials = grpc.ssl_channel_credentials(tls_ca)
@@ -49,7 +57,7 @@ class RemoteReplica(Replica):
             self._channel = grpc.insecure_channel(address, _OPTIONS)
         else:
             raise UserError(
-                f"rollout.addresses: {address!r} is not loopback, so the token would travel in the "
+                f"{field}: {address!r} is not loopback, so the token would travel in the "
                 "clear; set rollout.tls_ca_file to the PEM file of the certificate authority."
             )
         # Replies stay bytes, so that what is no message gets our error, and chunks are not copied.
@@ -84,7 +92,7 @@ class RemoteReplica(Replica):
         except ValueError as error:
             raise UserError(
                 f"{self.name} sent an unreadable reply to Describe: {error} Correct "
-                "rollout.addresses, or start the replica from this release."
+                f"{self.field}, or start the replica from this release."
             ) from error
         try:
             return codec.decode_description(reply)

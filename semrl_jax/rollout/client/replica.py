@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 30.0
 _MAX_DETAILS = 2000  # characters kept of a status message
+ADDRESSES = "rollout.addresses"
 _MAX_CALLS_AT_ONCE = 8  # even if a replica says more: its server admits 64 calls of all clients
 
 
@@ -133,8 +134,9 @@ class Responses(abc.ABC):
 class Replica(abc.ABC):
     """One replica as the client sees it."""
 
-    def __init__(self, address: str, load: Load | None = None):
+    def __init__(self, address: str, load: Load | None = None, field: str = ADDRESSES):
         self.address = address  # host:port, or another unique name
+        self.field = field  # the setting that names it, for messages
         self.description: ReplicaDescription | None = None  # its last answer to Describe
         self.version: WeightVersion | None = None  # unknown; it then gets no Generate call
         self.base = ""  # of adapters; the digest of the one that it holds
@@ -230,7 +232,7 @@ _WAYS_OUT = {
     ),
     "certificate is not yet valid": "correct the clocks of trainer and replica",
     "hostname verification": (
-        "its certificate is for other names: correct rollout.addresses, or start it with a "
+        "its certificate is for other names: correct {field}, or start it with a "
         "certificate for this name (docs/security.md)"
     ),
     "certificate_verify_failed": (
@@ -253,11 +255,14 @@ _WAYS_OUT = {
 }
 
 
-def way_out(reason: str) -> str:
-    """What the user can do about a connection that failed, by `describe_error`."""
+def way_out(reason: str, field: str) -> str:
+    """What the user can do about a connection that failed, by `describe_error`.
+
+    `field` is the setting with the address.
+    """
+    start = "start it with `python -m launch.rollout`, correct {field}"
     found = (text for sign, text in _WAYS_OUT.items() if sign in reason.lower())
-    start = "start it with `python -m launch.rollout`, correct rollout.addresses"
-    return next(found, f"{start}, or raise rollout.connect_timeout_s")
+    return next(found, f"{start}, or raise rollout.connect_timeout_s").format(field=field)
 
 
 def describe_error(error: grpc.RpcError) -> str:

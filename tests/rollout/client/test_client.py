@@ -93,6 +93,52 @@ def test_other_model_is_refused(world, field, value):
     assert f"{field}={FAKE[field]!r}" in message and repr(value) in message
 
 
+def load(replica, value):
+    """Gives a replica weights without a client, as launch.rollout --policy does."""
+    version = WeightVersion("model", "served", 0, "")
+    arrays = zip(FAKE_SPECS, make_arrays(value), strict=True)
+    return replica._run(replica._server.load(version, lambda dtype: arrays))
+
+
+def test_weights_that_replicas_load_themselves(world, sampling):
+    """One loads them later, is started again, and in the end has others."""
+    first, second = world.replica(), world.replica()
+    version = load(first, 1.0)
+    client = world.client(first, second)
+    assert client.await_weights() == version
+    assert "serves no weights: it loads its weights, or" in client.lines[-1]
+    assert load(second, 1.0) == version
+
+    def serving():
+        client.await_weights(version)
+        return all(replica.version == version for replica in client._replicas)
+
+    wait_until(serving)
+    place = int(first.address.rpartition(":")[2])
+    first.close(0.0)
+    second.close(0.0)
+    requests = make_requests()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = pool.submit(
+            lambda: assert_sampled(
+                client,
+                requests,
+                sampling,
+                version=version,
+                resync=lambda: client.await_weights(version),
+            )
+        )
+        load(world.replica(port=place), 1.0)
+        found.result()
+    client = world.client(world.replica(), sync_timeout_s=0.5)
+    with pytest.raises(RuntimeError, match=r"no replica serves the weights .*--policy"):
+        client.await_weights()
+    others = world.replica(), world.replica()
+    assert load(others[0], 1.0) != load(others[1], 2.0)
+    client = world.client(*others)
+    refused("serves weights .*start all replicas of a model alike", client.await_weights)
+
+
 def test_other_protocol_is_refused(world, monkeypatch):
     client = world.client(world.replica(), connect=False)
     original = codec.encode_description
