@@ -22,6 +22,7 @@ from semrl_jax.metrics.names import (
     metric_name,
     window_sizes,
 )
+from semrl_jax.sampling.branching import find_rule
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings.algorithms import add_users_options, importance_options
 from semrl_jax.settings.config import check_sections
@@ -49,6 +50,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     _check_environment(config)
     _check_sizes(config)
     _check_given(config)
+    _check_branching(config)
     check_quantization(config, config.rollout.engine)
     _check_importance(config)
     _check_ahead(config)
@@ -330,6 +332,34 @@ def _check_given(config: ml_collections.ConfigDict) -> None:
     ):  # fmt: skip
         if not is_fine:
             raise UserError(f"rollout.given_responses={count} and {setting}={value!r}: {way_out}.")
+
+
+def _check_branching(config: ml_collections.ConfigDict) -> None:
+    """Refuses what does not go with branches."""
+    rollout, name = config.rollout, config.environment.name
+    rule = find_rule(rollout.branching)
+    if rule is None:
+        return
+    size = 1 + rule.options.branches
+    of_parts = "the tokens of a prefix would not count; leave one of them out"
+    for setting, value, is_fine, way_out in (
+        ("rollout.group_size", rollout.group_size, rollout.group_size % size == 0,
+         f"a response and its branches are {size}; choose a multiple"),
+        ("environment.name", name, not name, "an episode has turns; leave one of them out"),
+        ("rollout.in_flight", rollout.in_flight, num_parts(rollout) == 1, "set it to 'wait'"),
+        ("rollout.min_tokens", rollout.min_tokens, not rollout.min_tokens, of_parts),
+        ("rollout.presence_penalty", rollout.presence_penalty, not rollout.presence_penalty,
+         of_parts),
+        ("rollout.frequency_penalty", rollout.frequency_penalty, not rollout.frequency_penalty,
+         of_parts),
+        ("metrics.placement", "rollout",
+         config.metrics.placement == "trainer" or config.hidden_states.source != "rollout",
+         "set it to 'trainer': a replica sees a part alone"),
+    ):  # fmt: skip
+        if not is_fine:
+            raise UserError(
+                f"rollout.branching={rollout.branching!r} and {setting}={value!r}: {way_out}."
+            )
 
 
 def _indicators_of_probes(names: Sequence[str]) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
         for kind, mask in (("correct", correct), ("incorrect", ~correct)):
             if mask.any():
                 scalars[f"response/{reason}_fraction/{kind}"] = ended[mask].mean()
-    scalars |= _episode_scalars(scored)
+    scalars |= _episode_scalars(scored) | _branch_scalars(scored, correct)
     return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
 
 
@@ -77,6 +77,26 @@ def _episode_scalars(scored: Scored) -> dict[str, float]:
         "episode/failed_fraction": np.mean([bool(r.environment_error) for r in episodes]),
         "time/environment_s": sum(rollout.environment_s for rollout in episodes),
     }
+
+
+def _branch_scalars(scored: Scored, correct: Bool[np.ndarray, " B"]) -> dict[str, float]:
+    """Scalars of the responses that begin with a prefix of another one; {} if there is none."""
+    prefixes = np.array([item.rollout.num_prefix for item in scored])
+    if not (is_branch := prefixes > 0).any():
+        return {}
+    return {
+        "branching/fraction": is_branch.mean(),
+        "branching/prefix_tokens/mean": prefixes[is_branch].mean(),
+        "branching/correct": correct[is_branch].mean(),
+        "branching/parents_correct": correct[_parents(scored, is_branch)].mean(),
+    }
+
+
+def _parents(scored: Scored, is_branch: Bool[np.ndarray, " B"]) -> list[int]:
+    """The rows of the responses that the branches come from, once per branch."""
+    keys = [(item.rollout.group_id, item.rollout.sample_index) for item in scored]
+    row_of = {key: row for row, key in enumerate(keys)}
+    return [row_of[keys[row][0], scored[row].rollout.parent] for row in np.flatnonzero(is_branch)]
 
 
 def metric_scalars(scored: Scored, prefix: str = "metrics") -> dict[str, float]:

@@ -13,6 +13,7 @@ from jaxtyping import Bool
 from semrl_jax import data, models
 from semrl_jax.data.prompts import Position
 from semrl_jax.metrics.measurer import Measurer
+from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.requests import counter, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
@@ -104,6 +105,7 @@ class Rounds:
     prompts: data.PromptDataset
     sampler: Sampler
     measurer: Measurer | None
+    episodes: Episodes | None = None  # in place of the sampler's, which evaluations have
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
         scored = self.sample_round(step, 0, position, clock, "sample")
@@ -128,6 +130,7 @@ class Rounds:
             columns=draw.columns,
             given=draw.given,
             clock=clock,
+            episodes=self.episodes,
             arrived=counter(clock, what, len(draw.requests), already=number),
             **training_options(self.config, self.measurer, step),
         )
