@@ -85,10 +85,10 @@ def _branch_scalars(scored: Scored, correct: Bool[np.ndarray, " B"]) -> dict[str
     if not (is_branch := prefixes > 0).any():
         return {}
     return {
-        "branching/fraction": is_branch.mean(),
-        "branching/prefix_tokens/mean": prefixes[is_branch].mean(),
-        "branching/correct": correct[is_branch].mean(),
-        "branching/parents_correct": correct[_parents(scored, is_branch)].mean(),
+        "rollout/branches/fraction": is_branch.mean(),
+        "rollout/branches/prefix_tokens/mean": prefixes[is_branch].mean(),
+        "rollout/branches/correct": correct[is_branch].mean(),
+        "rollout/branches/parents_correct": correct[_parents(scored, is_branch)].mean(),
     }
 
 

@@ -360,6 +360,7 @@ MEASURED_THERE = {"metrics.placement": "rollout", "shaping.target": "none"}
 TWO_LAYERS = {"metrics.layers": (-1, 0)}
 IN_PARTS = {"rollout.in_flight": "keep", "rollout.max_staleness": 3}
 GIVEN = {"rollout.given_responses": 1}
+BRANCHES = {"rollout.branching": "cure"}
 CHILDREN = {"rollout.jax_processes": 1, "rollout.max_staleness": 1}
 CONTRADICTIONS = [
     (MEASURED_THERE, "hidden_states.source", "policy", "='policy'; set it to 'rollout'"),
@@ -399,6 +400,17 @@ CONTRADICTIONS = [
         "algorithms.advantage.credit",
         "turn",
         "credit='turn' must be 'episode'",
+    ),
+    (BRANCHES, "rollout.group_size", 10, "=10: a response and its branches are 4; choose a mul"),
+    (BRANCHES, "rollout.min_tokens", 3, "min_tokens=3: the tokens of a prefix would not count"),
+    (BRANCHES, "rollout.presence_penalty", 0.5, "presence_penalty=0.5: the tokens of a prefix"),
+    (BRANCHES, "rollout.frequency_penalty", 0.5, "frequency_penalty=0.5: the tokens of a prefix"),
+    (BRANCHES, "metrics.placement", "rollout", "set it to 'trainer': a replica sees a part alone"),
+    (
+        BRANCHES | {"rollout.max_staleness": 2},
+        "rollout.in_flight",
+        "keep",
+        "in_flight='keep': set it to 'wait'",
     ),
     (CHILDREN, "rollout.engine", "vllm", "and rollout.engine='vllm' both name replicas"),
     (

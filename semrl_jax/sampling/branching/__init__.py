@@ -37,9 +37,8 @@ class BranchOptions:
 
     `trains_prefix` is a choice of ours. With 0, the prefix of a branch is context, as if it were a
     part of the prompt: its tokens are trained on once, in the response that sampled them, and the
-    branch's length, metrics and loss are those of its own tokens. With 1, a branch is like any
-    other response, and the log-probabilities and states of its prefix are those of the response
-    that sampled it.
+    branch's length, metrics and loss are of its own tokens. With 1, a branch is like any other
+    response; its prefix has the log-probabilities and states of the response that sampled it.
     """
 
     branches: int = setting(3, "branches of each response from the prompt", "responses", at_least=1)
