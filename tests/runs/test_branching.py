@@ -49,7 +49,8 @@ def test_a_resumed_run_with_branches_equals_an_uninterrupted_run(entry, others, 
         parent, count = of_group[row["group_id"], row["parent"]], row["num_prefix"]
         assert parent["parent"] == -1 and 0 < count < len(parent["response_ids"])
         assert row["response_ids"][:count] == parent["response_ids"][:count]
-        mask, trains = np.array(row["response_mask"] or [True]), "trains_prefix=1" in entry
+        trains = "trains_prefix=1" in entry  # then there is no context, and no column of masks
+        mask = np.array(row.get("response_mask") or [True] * len(row["response_ids"]))
         assert mask[:count].all() == trains and mask[count:].all()
         # The update trains on the tokens of the mask alone, with the policy's own values.
         np.testing.assert_array_equal(np.array(row["trained"])[:count], trains)
