@@ -158,7 +158,7 @@ def test_a_branch_ends_at_a_stop_string_that_its_prefix_begins():
 
 def test_the_exchange_and_the_log_know_branches():
     scored, _ = play(ONE_TOKEN, num_groups=2)
-    verdicts = [Verdict(float(i in (1, 2)), i in (1, 2), True, None) for i in range(8)]
+    verdicts = [Verdict(1.0, i in (1, 2, 3), True, None) for i in range(8)]
     scored = Scored(
         [dataclasses.replace(item, verdict=v) for item, v in zip(scored, verdicts, strict=True)]
     )
@@ -169,10 +169,9 @@ def test_the_exchange_and_the_log_know_branches():
     scalars = batch_scalars(found, np.zeros((2, 4), np.float32))
     assert scalars["rollout/branches/fraction"] == 0.5
     assert scalars["rollout/branches/prefix_tokens/mean"] == 4.5
-    # Of the branches (2, 3, 6, 7) one is correct, and so is one of their parents (0, 1, 4, 5).
-    assert (
-        scalars["rollout/branches/correct"] == scalars["rollout/branches/parents_correct"] == 0.25
-    )
+    # Of the branches (2, 3, 6, 7) two are correct, and one of their parents (0, 1, 4, 5).
+    assert scalars["rollout/branches/correct"] == 0.5
+    assert scalars["rollout/branches/parents_correct"] == 0.25
     assert found.columns()["parent"] == [-1, -1, 0, 1] * 2
     whole = found.take([0, 1, 4, 5])
     assert "parent" not in whole.columns()
