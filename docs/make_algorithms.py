@@ -143,6 +143,11 @@ python -m launch.convert --source=runs/quickstart --target=beyond \\
     --other=runs/quickstart/warm_start --share=-0.3
 ```
 
+## Hints
+
+`rollout.hint_rounds=3` (GHPO, arXiv:2507.10628) samples a group without a correct response again,
+after a prompt with a quarter, a half, and three quarters of a solution ([hints](data.md#hints)).
+
 ## Branches
 
 `rollout.branching=NAME` samples most responses of a group from a prefix of another one
@@ -181,7 +186,8 @@ LEFT_OUT = """## Left out
 | ACE, ARM, StableReinforce | the constants or the formula were not published |
 | LATR, ROSE, DeepSearch | branches of several generations, or a tree with values of its nodes |
 | AMPO's choice of teachers | by log-probabilities of the answer; here the first responses enter |
-| Guide, GHPO, SEELE | hints, or a part of a solution, in the prompts of some responses of a group |
+| Guide | importance weights between the prompts with and without a hint |
+| SEELE | the length of a hint from a model of item response theory, fitted in every round |
 | CalibRL | a loss of sampled responses that compares them with the given one |
 | CAPO, FAPO, PROF, ReST-RL | rewards of reasoning steps; here they are of responses, or of turns |
 | SvS, MAE, SSP, SSRL | the policy writes its problems; here they are given |

@@ -54,6 +54,9 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
             if mask.any():
                 scalars[f"response/{reason}_fraction/{kind}"] = ended[mask].mean()
     scalars |= _episode_scalars(scored) | _branch_scalars(scored, correct)
+    if (hinted := np.array([item.rollout.hint > 0 for item in scored])).any():
+        scalars["rollout/hints/fraction"] = hinted.mean()
+        scalars["rollout/hints/correct"] = correct[hinted].mean()
     return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
 
 

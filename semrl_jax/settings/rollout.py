@@ -63,6 +63,13 @@ class Rollout:
         "in which no sampled response is correct",
         choices=("always", "failed"),
     )
+    hint_rounds: int = setting(
+        0,
+        "GHPO: how often a group without a correct response is sampled again, each time with a "
+        "longer part of a solution (data.given_field) in its prompt; 0: never. docs/data.md",
+        "rounds",
+        at_least=0,
+    )
     branching: str = setting(
         "",
         "cure or random_token, with :option=value, or my_package.my_module: most responses of a "

@@ -104,6 +104,9 @@ COLUMNS = {
         "[branches](data.md#branches)",
     ),
     "num_prefix": Column(WHOLE, "number of these tokens"),
+    "hint": Column(
+        NUMBER, "share of a solution in its prompt; only if a response has a [hint](data.md#hints)"
+    ),
     "turn_rewards": Column(
         _per_token(pa.float32()),
         "reward of each turn of the policy; only with an [environment](environments.md)",

@@ -360,6 +360,7 @@ MEASURED_THERE = {"metrics.placement": "rollout", "shaping.target": "none"}
 TWO_LAYERS = {"metrics.layers": (-1, 0)}
 IN_PARTS = {"rollout.in_flight": "keep", "rollout.max_staleness": 3}
 GIVEN = {"rollout.given_responses": 1}
+HINTS = {"rollout.hint_rounds": 3}
 BRANCHES = {"rollout.branching": "cure"}
 CHILDREN = {"rollout.jax_processes": 1, "rollout.max_staleness": 1}
 CONTRADICTIONS = [
@@ -400,6 +401,18 @@ CONTRADICTIONS = [
         "algorithms.advantage.credit",
         "turn",
         "credit='turn' must be 'episode'",
+    ),
+    (HINTS, "rollout.given_responses", 1, "both help groups that fail; leave one of them out"),
+    (HINTS, "data.curriculum", "window", "it would count prompts with hints as solved; leave one"),
+    (HINTS, "rewards.majority", True, "no reference says which groups fail; leave one of them"),
+    (HINTS, "data.hint_input", "{input}", "must have {input} and {hint}"),
+    (HINTS, "data.given_field", "solution", "name the field of data.files that has solutions"),
+    (HINTS, "algorithms.name", "single_stream", "it knows prompts without hints; leave one of"),
+    (
+        HINTS | {"rollout.max_staleness": 2},
+        "rollout.in_flight",
+        "keep",
+        "in_flight='keep': set it to 'wait'",
     ),
     (BRANCHES, "rollout.group_size", 10, "=10: a response and its branches are 4; choose a mul"),
     (BRANCHES, "rollout.min_tokens", 3, "min_tokens=3: the tokens of a prefix would not count"),

@@ -169,7 +169,7 @@ def test_the_exchange_and_the_log_know_branches():
     scalars = batch_scalars(found, np.zeros((2, 4), np.float32))
     assert scalars["rollout/branches/fraction"] == 0.5
     assert scalars["rollout/branches/prefix_tokens/mean"] == 4.5
-    # Of the branches (2, 3, 6, 7) two are correct, and one of their parents (0, 1, 4, 5).
+    # Two of the branches 2, 3, 6, 7 are correct, and one of their parents 0, 1, 4, 5.
     assert scalars["rollout/branches/correct"] == 0.5
     assert scalars["rollout/branches/parents_correct"] == 0.25
     assert found.columns()["parent"] == [-1, -1, 0, 1] * 2

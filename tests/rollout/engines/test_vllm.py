@@ -313,7 +313,7 @@ def test_cached_prefixes_change_nothing(client, model):
 
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_entropies_count_all_but_the_likeliest_tokens_as_one(client, model, top_k):
-    """Of 34 tokens, 20 and the rest; exact if fewer can be sampled."""
+    """The rest of the 34 tokens beyond 20 counts as one; exact if fewer can be sampled."""
     version = model.sync(client, 0)
     requests, sampling = requests_of(random_prompts(model, [3, 40])), dataclasses.replace(
         SAMPLING, top_k=top_k, max_tokens=16
