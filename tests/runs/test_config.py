@@ -474,6 +474,8 @@ def test_a_verifier_that_compares_is_named_with_procedural_problems(rewards, nam
         ({"data.task": "arithmetic"}, "set both, or neither"),
         ({"environment.name": "calculater"}, "a built-in environment: agent, calculator"),
         ({"environment.name": "calculator:terms=3:terms=2"}, "terms is set twice; keep one"),
+        ({"rollout.branching": "cure"}, "an episode has turns; leave one of them out"),
+        ({"rollout.hint_rounds": 3}, "only rows of files and arithmetic have solutions"),
         ({"environment.max_turns": 0}, "environment.max_turns=0 must be above 0"),
         ({"model.path": ""}, "model.path='': name a model whose tokenizer has a chat template"),
         ({"data.template": "plain"}, "data.template='plain': leave it out: messages are"),
