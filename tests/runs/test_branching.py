@@ -1,16 +1,11 @@
 """Runs in which responses branch: resumed to the bit, and what is recorded of them."""
 
-import shutil
-
-import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
 
-from semrl_jax.runs import train
 from semrl_jax.sampling.recorded import file_of, read_record, scored_of
-from tests.fixtures import read_rows, stable
-from tests.launch.comparison import restore_on_host
+from tests.runs.resuming import rows_of_equal_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reports_where_looked_at")]
 RUNS = [
@@ -25,18 +20,10 @@ RUNS = [
 
 @pytest.mark.parametrize(("entry", "others"), RUNS)
 def test_a_resumed_run_with_branches_equals_an_uninterrupted_run(entry, others, config, tmp_path):
-    config.rollout.branching, config.evaluation.every_steps = entry, 0
-    config.logging.replay_every, config.training.num_steps = 1, 2
+    config.rollout.branching = entry
     config.update_from_flattened_dict(others)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert train(config, str(whole)) == 0
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "2")
-    assert train(config, str(resumed)) == 0
-    rows = read_rows(whole)
-    assert stable(rows) == stable(read_rows(resumed))
-    states = (restore_on_host(run / "checkpoints" / "2" / "state") for run in (whole, resumed))
-    jax.tree.map(np.testing.assert_array_equal, *states)
+    whole = tmp_path / "whole"
+    rows = rows_of_equal_runs(config, whole, tmp_path / "resumed")
     for row in rows:
         assert 0.25 <= row["rollout/branches/fraction"] <= 0.5
         assert row["rollout/logprob_mismatch/max"] < 1e-4 or "max_staleness" in str(others)

@@ -1,16 +1,10 @@
 """A run with hints: resumed to the bit, and what is recorded of it."""
 
-import shutil
-
-import jax
-import numpy as np
 import pyarrow.parquet
 import pytest
 
-from semrl_jax.runs import train
 from semrl_jax.sampling.recorded import file_of, read_record, scored_of
-from tests.fixtures import read_rows, stable
-from tests.launch.comparison import restore_on_host
+from tests.runs.resuming import rows_of_equal_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reports_where_looked_at")]
 
@@ -20,19 +14,11 @@ def test_a_resumed_run_with_hints_equals_an_uninterrupted_run(config, tmp_path):
     config.update_from_flattened_dict(
         {
             "rollout.hint_rounds": 1, "data.hint_input": "{input}{hint}",
-            "rollout.max_prompt_tokens": 48, "evaluation.every_steps": 0,
-            "logging.replay_every": 1, "training.num_steps": 2,
+            "rollout.max_prompt_tokens": 48,
         }
     )  # fmt: skip
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert train(config, str(whole)) == 0
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "2")
-    assert train(config, str(resumed)) == 0
-    rows = read_rows(whole)
-    assert stable(rows) == stable(read_rows(resumed))
-    states = (restore_on_host(run / "checkpoints" / "2" / "state") for run in (whole, resumed))
-    jax.tree.map(np.testing.assert_array_equal, *states)
+    whole = tmp_path / "whole"
+    rows = rows_of_equal_runs(config, whole, tmp_path / "resumed")
     for row in rows:
         assert (row["rollout/hints/fraction"], row["rollout/hints/correct"]) == (1, 0)
         # The update reads the responses after the prompt with the hint, as the engine did.

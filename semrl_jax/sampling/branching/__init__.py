@@ -16,7 +16,7 @@ which, and after how many tokens. It is a module with these names:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -105,6 +105,14 @@ def find_rule(entry: str) -> Rule | None:
     return Rule(module, options)
 
 
-def spread(places: Sequence[Place], num_branches: int) -> list[Place]:
-    """The places, each for as many of the branches as the others, up to one."""
+def drawn(
+    group: Sequence[Whole],
+    candidates: Callable[[Whole], Sequence[int]],
+    num_branches: int,
+    random: np.random.Generator,
+) -> list[Place]:
+    """One of the candidates of each response, or 0 without any; all its branches begin there."""
+    tokens = [candidates(whole) for whole in group]
+    places = [Place(i, int(random.choice(own)) if len(own) else 0) for i, own in enumerate(tokens)]
+    # A response has as many of the branches as the others, up to one.
     return [places[i * len(places) // num_branches] for i in range(num_branches)]

@@ -23,35 +23,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from semrl_jax.sampling.branching import BranchOptions, Place, Whole, spread
+from semrl_jax.sampling.branching import Place, Whole, drawn, random_token
+from semrl_jax.sampling.branching.random_token import candidates
 from semrl_jax.support.fields import setting
 
 NEEDS_ENTROPIES = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(BranchOptions):
+class Options(random_token.Options):
     top_tokens: int = setting(20, "candidates of highest entropy", "tokens", at_least=1)
-    min_characters: int = setting(
-        2, "least characters of a candidate; 1 for a tokenizer of characters", at_least=0
-    )
 
 
 def places(
     group: Sequence[Whole], num_branches: int, options: Options, random: np.random.Generator
 ) -> list[Place]:
-    found = []
-    for i, whole in enumerate(group):
+    def highest(whole: Whole) -> list[int]:
         by_entropy = np.argsort(-whole.entropies, kind="stable")
-        top = candidates(whole, by_entropy, options.min_characters)[: options.top_tokens]
-        found.append(Place(i, int(random.choice(top)) if len(top) else 0))
-    return spread(found, num_branches)
+        return candidates(whole, by_entropy, options.min_characters)[: options.top_tokens]
 
-
-def candidates(whole: Whole, order: Sequence[int], min_characters: int) -> list[int]:
-    """The tokens at which a response may branch, in this order."""
-    return [
-        t
-        for t in order
-        if t > 0 and whole.texts[t] and len(whole.texts[t].strip()) >= min_characters
-    ]
+    return drawn(group, highest, num_branches, random)

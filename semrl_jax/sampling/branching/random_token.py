@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from semrl_jax.sampling.branching import BranchOptions, Place, Whole, spread
-from semrl_jax.sampling.branching.cure import candidates
+from semrl_jax.sampling.branching import BranchOptions, Place, Whole, drawn
 from semrl_jax.support.fields import setting
 
 NEEDS_ENTROPIES = False
@@ -30,8 +29,16 @@ class Options(BranchOptions):
 def places(
     group: Sequence[Whole], num_branches: int, options: Options, random: np.random.Generator
 ) -> list[Place]:
-    found = []
-    for i, whole in enumerate(group):
-        tokens = candidates(whole, range(len(whole.token_ids)), options.min_characters)
-        found.append(Place(i, int(random.choice(tokens)) if tokens else 0))
-    return spread(found, num_branches)
+    def all_tokens(whole: Whole) -> list[int]:
+        return candidates(whole, range(len(whole.token_ids)), options.min_characters)
+
+    return drawn(group, all_tokens, num_branches, random)
+
+
+def candidates(whole: Whole, order: Sequence[int], min_characters: int) -> list[int]:
+    """The tokens at which a response may branch, in this order."""
+    return [
+        t
+        for t in order
+        if t > 0 and whole.texts[t] and len(whole.texts[t].strip()) >= min_characters
+    ]
