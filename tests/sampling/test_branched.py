@@ -235,7 +235,7 @@ def test_cure_differs_from_a_random_token_and_by_its_options():
     group = [w._replace(texts=["abc"] * 50, entropies=np.arange(50) / 50.0) for w in group]
     group = [w._replace(token_ids=np.arange(50)) for w in group]
 
-    def drawn(entry):
+    def drawn(entry, group=group):
         rule = find_rule(entry)
         places = (rule.places(group, 3, seed) for seed in range(200))
         return {place.position for found in places for place in found}
@@ -244,6 +244,8 @@ def test_cure_differs_from_a_random_token_and_by_its_options():
     assert drawn("cure:top_tokens=3") == {47, 48, 49}
     assert drawn("random_token") == set(range(1, 50))
     assert drawn("cure:min_characters=4") == drawn("random_token:min_characters=4") == {0}
+    special = [whole._replace(texts=[""] * 48 + ["a", ""]) for whole in group]
+    assert drawn("cure:min_characters=0", special) == {48}
 
 
 def test_rules_of_a_user_and_wrong_entries(tmp_path, monkeypatch):
