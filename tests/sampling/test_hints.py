@@ -30,7 +30,7 @@ def config():
 
 
 def answers(requests, correct):
-    """Scored responses with a metric; those of the groups `correct` have one that is right."""
+    """Scored responses with a metric; the groups `correct` have one that is right."""
     items = []
     for request in requests:
         item = make_scored(0)
