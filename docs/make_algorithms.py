@@ -11,10 +11,12 @@ from semrl_jax.algorithms.algorithm import PARTS
 from semrl_jax.algorithms.given import GIVEN_SURROGATES
 from semrl_jax.algorithms.objective import Objective
 from semrl_jax.algorithms.values import ValueLoss
+from semrl_jax.sampling.branching import PARTS as BRANCH_PARTS
 from semrl_jax.support.modules import module_names
 
 PAGE = pathlib.Path(__file__).with_name("algorithms.md")
 PACKAGE = "semrl_jax.algorithms"
+BRANCHING = "semrl_jax.sampling.branching"
 HEAD = """# Algorithms
 
 Made from the docstrings by `python docs/make_algorithms.py`. The end of a docstring in
@@ -182,6 +184,18 @@ python -m launch.convert --source=runs/quickstart --target=beyond \\
     --other=runs/quickstart/warm_start --share=-0.3
 ```
 
+## Hints
+
+`rollout.hint_rounds=3` (GHPO, arXiv:2507.10628) samples a group without a correct response again,
+after a prompt with a quarter, a half, and three quarters of a solution ([hints](data.md#hints)).
+
+## Branches
+
+`rollout.branching=NAME` samples most responses of a group from a prefix of another one
+([branches](data.md#branches)). It goes with every algorithm that takes groups.
+
+BRANCH_RULES
+
 ## Batch rules
 
 These are fields of `algorithms.batch_rules`:
@@ -210,9 +224,10 @@ LEFT_OUT = """## Left out
 | Methods | Why |
 |---|---|
 | ACE, ARM, StableReinforce | the constants or the formula were not published |
-| CURE, LATR, ROSE, DeepSearch | responses branch; the engines sample each from its prompt |
+| LATR, ROSE, DeepSearch | branches of several generations, or a tree with values of its nodes |
 | AMPO's choice of teachers | by log-probabilities of the answer; here the first responses enter |
-| Guide, GHPO, SEELE | hints, or a part of a solution, in the prompts of some responses of a group |
+| Guide | importance weights between the prompts with and without a hint |
+| SEELE | the length of a hint from a model of item response theory, fitted in every round |
 | CalibRL | a loss of sampled responses that compares them with the given one |
 | ReST-RL | groups that begin with parts of earlier responses; search in a tree by a value model |
 | judges of CAPO, FAPO, PROF | models that judge steps; here [a function](verifiers.md) does |
@@ -260,6 +275,17 @@ def settings_of(options: type) -> str:
     return "<br>".join(f"`{field.name}={field.default}`" for field in fields)
 
 
+def branch_rules() -> str:
+    """The table of the rules for branches, without what departs from their sources."""
+    lines = ["| `rollout.branching` | | Settings | Source |\n|---|---|---|---|"]
+    for name in module_names(BRANCHING, BRANCH_PARTS):
+        module = importlib.import_module(f"{BRANCHING}.{name}")
+        text = re.sub(r"\n\nDepartures\..*", "", module.__doc__, flags=re.DOTALL)
+        _, meaning, source = row(name, text).split(" | ")
+        lines.append(f"| `{name}` | {meaning} | {settings_of(module.Options)} | {source}")
+    return "\n".join(lines)
+
+
 def page() -> str:
     modules = {
         name: importlib.import_module(f"{PACKAGE}.{name}") for name in module_names(PACKAGE, PARTS)
@@ -280,7 +306,7 @@ def page() -> str:
         OF_GIVEN,
         *(row(name, surrogate.loss.__doc__) for name, surrogate in GIVEN_SURROGATES.items()),
         "",
-        CORRECTIONS,
+        CORRECTIONS.replace("BRANCH_RULES", branch_rules()),
         LEFT_OUT,
     ]
     return "\n".join(lines)

@@ -298,6 +298,12 @@ class Rollout:
       step_ends: int32, ascending, the index of the last token of each step, which is a part of the
         response that the reward function judged by itself; None if it judged none.
       step_rewards: float32, of each step.
+      entropies: float32 nats, of the distribution that each token was sampled from (of the model's
+        own with temperature 0); vLLM counts all tokens but the 20 likeliest as one, which gives at
+        most the entropy. 0 at context. None if not requested.
+      parent: sample index of the response of its group whose first `num_prefix` tokens it begins
+        with; -1 if it was sampled from its prompt. See `sampling.branching`.
+      hint: share of a solution that its prompt has, see `sampling.hints`.
     """
 
     sample_id: str
@@ -330,6 +336,10 @@ class Rollout:
     routed_experts: UInt[np.ndarray, "_ M C"] | None = None
     step_ends: Int[np.ndarray, " _"] | None = None
     step_rewards: Float[np.ndarray, " _"] | None = None
+    entropies: Float[np.ndarray, " T"] | None = None
+    parent: int = -1
+    num_prefix: int = 0
+    hint: float = 0.0
 
     def __post_init__(self):
         if self.response_mask is None:
@@ -400,6 +410,7 @@ TOKEN_ARRAYS = (
     TokenArray(
         "effective_ranks", "<f4", wire="effective_ranks", is_optional=True, is_per_token=False
     ),
+    TokenArray("entropies", "<f4", wire="entropies", is_recorded=False, is_optional=True),
     TokenArray("routed_experts", "", is_recorded=False, is_optional=True, is_per_token=False),
     # The trainer alone has these:
     TokenArray("conversations", "<i4", is_optional=True),
@@ -423,7 +434,7 @@ class ReplicaDescription:
       tokenizer_hash: hex SHA-256 of the tokenizer, "" if the replica has none.
       vocab_size: rows of the embedding, padding included.
       layers: hidden-state layers that the engine can send, Hugging Face indices.
-      state_kinds, logprob_kinds: from "decode", "prefill" and from "sampling", "raw".
+      state_kinds, logprob_kinds: from "decode", "prefill" and from "sampling", "raw", "entropy".
       metric_kinds: metrics that the replica can compute itself.
       max_prompts: sequences per call; max_prompt_tokens and max_response_tokens are per sequence.
       version: the weights it serves, None before the first update.

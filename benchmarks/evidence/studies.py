@@ -163,6 +163,12 @@ METHODS = {
     "majority": {"rewards.majority": True},
     "dynamic sampling": {"algorithms.batch_rules.max_sampling_rounds": 20},
     **{name: {"data.curriculum": name} for name in ("learnability", "window", "replay")},
+    "GHPO's hints": {
+        "rollout.hint_rounds": 3,
+        "data.hint_input": "{input}{hint}",
+        "rollout.max_prompt_tokens": 64,
+    },
+    "CURE": {"rollout.branching": "cure:min_characters=1"},
     "REC-OneSide-NoIS": estimator("dr_grpo") | REC,
     "REC-Ring-NoIS": estimator("dr_grpo") | REC | {"algorithms.loss.rec_range": "ring"},
     "RED-Drop": estimator("red_drop") | NO_RATIO,

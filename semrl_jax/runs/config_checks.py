@@ -23,6 +23,7 @@ from semrl_jax.metrics.names import (
     metric_name,
     window_sizes,
 )
+from semrl_jax.sampling.branching import find_rule
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings.algorithms import add_users_options, importance_options
 from semrl_jax.settings.config import check_sections
@@ -51,6 +52,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     _check_environment(config)
     _check_sizes(config)
     _check_given(config)
+    _check_branching(config)
     check_quantization(config, config.rollout.engine)
     _check_importance(config)
     _check_ahead(config)
@@ -62,6 +64,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         if name not in METRICS:
             load_metric(name)
     _check_algorithm(config)
+    _check_hints(config)
     from semrl_jax.training.optimizer import load_direction
 
     for name in ("training", "critic", "sft"):
@@ -312,7 +315,7 @@ def _check_given(config: ml_collections.ConfigDict) -> None:
     """Refuses what does not go with given responses."""
     data, rollout = config.data, config.rollout
     count, field = rollout.given_responses, data.given_field
-    if not count and (field or rollout.given_when != "always"):
+    if not count and ((field and not rollout.hint_rounds) or rollout.given_when != "always"):
         raise UserError(
             f"data.given_field={field!r} and rollout.given_when={rollout.given_when!r} need "
             "rollout.given_responses above 0; set it, or leave them out."
@@ -333,6 +336,67 @@ def _check_given(config: ml_collections.ConfigDict) -> None:
     ):  # fmt: skip
         if not is_fine:
             raise UserError(f"rollout.given_responses={count} and {setting}={value!r}: {way_out}.")
+
+
+def _check_hints(config: ml_collections.ConfigDict) -> None:
+    """Refuses what does not go with hints."""
+    from semrl_jax.algorithms.algorithm import load_algorithm
+
+    rollout, data = config.rollout, config.data
+    if not rollout.hint_rounds:
+        return
+    of_prompts = "it knows prompts without hints; leave one of them out"
+    needs = load_algorithm(config.algorithms.to_dict()).needs
+    for setting, value, is_fine, way_out in (
+        ("data.task", data.task, data.task in ("arithmetic", "files"),
+         "only rows of files and arithmetic have solutions"),
+        ("data.given_field", data.given_field, bool(data.given_field) == (data.task == "files"),
+         "name the field of data.files that has solutions; arithmetic has its own"),
+        ("data.hint_input", data.hint_input,
+         "{input}" in data.hint_input and "{hint}" in data.hint_input,
+         "it must have {input} and {hint}"),
+        ("rollout.given_responses", rollout.given_responses, not rollout.given_responses,
+         "both help groups that fail; leave one of them out"),
+        ("rollout.in_flight", rollout.in_flight, num_parts(rollout) == 1, "set it to 'wait'"),
+        ("rewards.majority", True, not config.rewards.majority,
+         "no reference says which groups fail; leave one of them out"),
+        ("data.curriculum", data.curriculum, not data.curriculum,
+         "it would count prompts with hints as solved; leave one of them out"),
+        ("data.teacher_input", data.teacher_input, not data.teacher_input, of_prompts),
+        ("algorithms.name", config.algorithms.name, not needs.prompt_state, of_prompts),
+    ):  # fmt: skip
+        if not is_fine:
+            raise UserError(
+                f"rollout.hint_rounds={rollout.hint_rounds} and {setting}={value!r}: {way_out}."
+            )
+
+
+def _check_branching(config: ml_collections.ConfigDict) -> None:
+    """Refuses what does not go with branches."""
+    rollout, name = config.rollout, config.environment.name
+    rule = find_rule(rollout.branching)
+    if rule is None:
+        return
+    size = 1 + rule.options.branches
+    of_parts = "the tokens of a prefix would not count; leave one of them out"
+    for setting, value, is_fine, way_out in (
+        ("rollout.group_size", rollout.group_size, rollout.group_size % size == 0,
+         f"a response and its branches are {size}; choose a multiple"),
+        ("environment.name", name, not name, "an episode has turns; leave one of them out"),
+        ("rollout.in_flight", rollout.in_flight, num_parts(rollout) == 1, "set it to 'wait'"),
+        ("rollout.min_tokens", rollout.min_tokens, not rollout.min_tokens, of_parts),
+        ("rollout.presence_penalty", rollout.presence_penalty, not rollout.presence_penalty,
+         of_parts),
+        ("rollout.frequency_penalty", rollout.frequency_penalty, not rollout.frequency_penalty,
+         of_parts),
+        ("metrics.placement", "rollout",
+         config.metrics.placement == "trainer" or config.hidden_states.source != "rollout",
+         "set it to 'trainer': a replica sees a part alone"),
+    ):  # fmt: skip
+        if not is_fine:
+            raise UserError(
+                f"rollout.branching={rollout.branching!r} and {setting}={value!r}: {way_out}."
+            )
 
 
 def _indicators_of_probes(names: Sequence[str]) -> tuple[str, ...]:

@@ -54,6 +54,10 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
             if mask.any():
                 scalars[f"response/{reason}_fraction/{kind}"] = ended[mask].mean()
     scalars |= _episode_scalars(scored) | _step_scalars(scored)
+    scalars |= _branch_scalars(scored, correct)
+    if (hinted := np.array([item.rollout.hint > 0 for item in scored])).any():
+        scalars["rollout/hints/fraction"] = hinted.mean()
+        scalars["rollout/hints/correct"] = correct[hinted].mean()
     return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
 
 
@@ -88,6 +92,26 @@ def _step_scalars(scored: Scored) -> dict[str, float]:
         "response/steps/mean": sum(map(len, rewards)) / len(scored),
         "response/step_reward/mean": np.concatenate(rewards).mean(),
     }
+
+
+def _branch_scalars(scored: Scored, correct: Bool[np.ndarray, " B"]) -> dict[str, float]:
+    """Scalars of the responses that begin with a prefix of another one; {} if there is none."""
+    prefixes = np.array([item.rollout.num_prefix for item in scored])
+    if not (is_branch := prefixes > 0).any():
+        return {}
+    return {
+        "rollout/branches/fraction": is_branch.mean(),
+        "rollout/branches/prefix_tokens/mean": prefixes[is_branch].mean(),
+        "rollout/branches/correct": correct[is_branch].mean(),
+        "rollout/branches/parents_correct": correct[_parents(scored, is_branch)].mean(),
+    }
+
+
+def _parents(scored: Scored, is_branch: Bool[np.ndarray, " B"]) -> list[int]:
+    """The rows of the responses that the branches come from, once per branch."""
+    keys = [(item.rollout.group_id, item.rollout.sample_index) for item in scored]
+    row_of = {key: row for row, key in enumerate(keys)}
+    return [row_of[keys[row][0], scored[row].rollout.parent] for row in np.flatnonzero(is_branch)]
 
 
 def metric_scalars(scored: Scored, prefix: str = "metrics") -> dict[str, float]:

@@ -17,6 +17,7 @@ from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.rollout.host_memory import available_bytes
 from semrl_jax.sampling.ahead import Ahead
 from semrl_jax.sampling.batch_rewards import unshuffled_rewards
+from semrl_jax.sampling.branched import Branched
 from semrl_jax.sampling.counters import Events, ReplicaFigures
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.in_parts import InParts
@@ -53,10 +54,11 @@ def open_source(
         shared = config, prompts, sampler, measurer
         if parts > 1:
             return InParts(*shared)
+        rounds = Rounds(*shared, Branched.of(config, sampler.tokenizer))
         if config.algorithms.batch_rules.max_sampling_rounds:
             rewards_of = functools.partial(unshuffled_rewards, config=config)
-            return Selecting(config, Rounds(*shared), rewards_of)
-        return Rounds(*shared)
+            return Selecting(config, rounds, rewards_of)
+        return rounds
 
     def events_on(peers: Processes) -> Events:
         may_take_over = bool(config.rollout.groups_per_call)

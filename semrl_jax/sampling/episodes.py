@@ -26,13 +26,19 @@ class Ask(Protocol):
     """Asks the policy once; `Sampler.generate` with the options of the draw."""
 
     def __call__(
-        self, requests: Sequence[SampleRequest], *, max_tokens: int = 0, keep: bool = False
+        self,
+        requests: Sequence[SampleRequest],
+        *,
+        max_tokens: int = 0,
+        keep: bool = False,
+        entropies: bool = False,
     ) -> Iterator[Rollout]:
         """A generator of what the policy writes after each prompt, as it arrives.
 
         Args:
           max_tokens: of each answer; 0: `rollout.max_response_tokens`.
           keep: whether the same responses are asked to go on, so that engines keep their caches.
+          entropies: whether the rollouts have the entropy at each token.
         """
 
 

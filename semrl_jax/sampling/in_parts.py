@@ -21,7 +21,7 @@ from semrl_jax.sampling.requests import Draw, counter, stream_seed, training_dra
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Sample
-from semrl_jax.sampling.splicing import cut, joined
+from semrl_jax.sampling.splicing import joined, stopped
 from semrl_jax.settings.rollout import num_parts, part_tokens
 from semrl_jax.support.clock import Clock
 from semrl_jax.types import Rollout, SampleRequest
@@ -133,9 +133,7 @@ class InParts:
         """Ends it at its first stop string, which may span two parts."""
         if not self.config.rollout.stop_strings:
             return rollout
-        matcher = data.StopMatcher(self.sampler.token_bytes, self.config.rollout.stop_strings)
-        count = matcher.feed(rollout.response_ids.tolist())
-        return rollout if count is None else cut(rollout, count, "stop")
+        return stopped(rollout, self.sampler.token_bytes, self.config.rollout.stop_strings)
 
     def _complete(self, batch: _Batch) -> Scored:
         """The batch, scored and measured, in every process."""

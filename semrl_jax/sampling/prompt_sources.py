@@ -97,7 +97,7 @@ def _with_worked_responses(
     rollout: ml_collections.ConfigDict,
 ) -> data.PromptDataset:
     """The prompts of arithmetic, with worked solutions as given responses, if a run has any."""
-    if not rollout.given_responses:
+    if not (rollout.given_responses or rollout.hint_rounds):
         return prompts
     texts = [arithmetic.worked_response(problems[example.index]) for example in prompts.examples]
     given = data.encode_given(tokenizer, texts, rollout.max_response_tokens)
@@ -124,7 +124,8 @@ def prompts_of_files(
     """
     found = _row_settings(config.data)
     template = found.pop("template")
-    given = {"given_field": config.data.given_field} if config.rollout.given_responses else {}
+    has_given = config.rollout.given_responses or config.rollout.hint_rounds
+    given = {"given_field": config.data.given_field} if has_given else {}
     reader = data.row_reader(**found, keep_columns=keep_columns, needs_answer=needs_answer, **given)
     prompts = data.load_prompts(
         config.data.files,
@@ -135,7 +136,8 @@ def prompts_of_files(
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
-        keep_questions=config.rewards.model.tokenizer == "own" or bool(config.data.teacher_input),
+        keep_questions=config.rewards.model.tokenizer == "own"
+        or bool(config.data.teacher_input or config.rollout.hint_rounds),
         skip_bad_rows=config.data.skip_bad_rows,
         report=report,
         num_rows=num_rows,
@@ -143,7 +145,7 @@ def prompts_of_files(
     if given and not any(example.given for example in prompts.examples):
         raise UserError(
             f"data.given_field={config.data.given_field!r}: no row has a given response; name the "
-            "field that has them, or set rollout.given_responses=0."
+            "field that has them, or set rollout.given_responses and hint_rounds to 0."
         )
     return prompts
 

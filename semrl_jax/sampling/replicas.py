@@ -19,6 +19,7 @@ from semrl_jax.rollout.building import jax_children, jax_engine, read_token, vll
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.wire.auth import new_token
+from semrl_jax.sampling.branching import find_rule
 from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.rollout import longest_prompt
 from semrl_jax.support.addresses import split_address
@@ -208,6 +209,13 @@ def _check_limits(
             f"replica {replica.replica_id} ({replica.engine} engine) does not send the experts "
             "that rollout.router_replay=True replays; start a JAX replica of this release, or set "
             "it to False."
+        )
+    rule = find_rule(rollout.branching)
+    if rule and rule.module.NEEDS_ENTROPIES and "entropy" not in replica.logprob_kinds:
+        raise UserError(
+            f"replica {replica.replica_id} ({replica.engine} engine) sends no entropies, which "
+            f"rollout.branching={rollout.branching!r} needs; start a replica of this release, or "
+            "set branching='random_token'."
         )
     for section in ("rollout", "evaluation"):
         if config[section].stop_strings and "stop_strings" not in replica.sampling_kinds:

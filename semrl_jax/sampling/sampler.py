@@ -94,6 +94,7 @@ class Sampler:
         states: HiddenStateParams | None = None,
         clock: Clock | None = None,
         verifier: VerifierPool | None = None,
+        episodes: Episodes | None = None,
         arrived: Callable[[Rollout], None],
         **distribution: Any,
     ) -> Scored:
@@ -103,14 +104,14 @@ class Sampler:
           states: layers and kinds of hidden states that stay in the rollouts, in addition to those
             that are only measured. Their dtype is `hidden_states.dtype` of the config.
           clock: times the waits for responses, for verdicts and for environments.
-          verifier: None: the sampler's own.
+          verifier, episodes: None: the sampler's own.
           arrived: called for each rollout, to show progress.
           distribution: temperature, top_p, top_k; and `routed_experts` of `generate`.
         """
         shared = {"stop_strings": stop_strings, "measuring": measuring, "states": states}
         ask = functools.partial(self.generate, **shared, **distribution)
         clock = clock or Clock()
-        rollouts = self.episodes.play(draw, ask, clock)
+        rollouts = (episodes or self.episodes).play(draw, ask, clock)
         try:
             with self.sync.stop.interruptible(), contextlib.closing(rollouts):
                 timed = clock.iterate("generate", rollouts)
@@ -146,6 +147,7 @@ class Sampler:
         measuring: Measuring | None = None,
         states: HiddenStateParams | None = None,
         routed_experts: bool = False,
+        entropies: bool = False,
         **distribution: Any,
     ) -> Iterator[Rollout]:
         """What the policy writes after each prompt, by one call, as it arrives.
@@ -156,6 +158,7 @@ class Sampler:
             decides which replica gets a call, and a prefill is rounded in another way.
           stop_strings, measuring, states, distribution: see `sample_here`.
           routed_experts: whether the rollouts have the experts that tokens went to.
+          entropies: whether the rollouts have the entropy at each token.
         """
         weights, rollout = self.weights, self.config.rollout
 
@@ -185,6 +188,7 @@ class Sampler:
             groups_per_call=groups_per_call(requests, rollout),
             keep=keep and not rollout.groups_per_call,
             routed_experts=routed_experts,
+            entropies=entropies,
             resync=resync,
             read=None if weights.read_together else weights.read,
         )

@@ -138,6 +138,11 @@ class Scored(Sequence[ScoredRollout]):
             is_left_out = array.is_optional and all(map(array.is_left_out, values))
             if array.name in arrays and not is_left_out:
                 found[array.name] = values
+        if any(rollout.hint for rollout in rollouts):
+            found["hint"] = [rollout.hint for rollout in rollouts]
+        if any(rollout.num_prefix for rollout in rollouts):
+            found["parent"] = [rollout.parent for rollout in rollouts]
+            found["num_prefix"] = [rollout.num_prefix for rollout in rollouts]
         if "turn_rewards" in found:
             found["turn_characters"] = [_turn_characters(rollout, text) for rollout in rollouts]
         for name in dict.fromkeys(name for item in self for name in item.series):
@@ -150,7 +155,7 @@ class Scored(Sequence[ScoredRollout]):
 def num_sampled_tokens(scored: Sequence[ScoredRollout]) -> int:
     """Response tokens that the policy sampled."""
     sampled = (item.rollout for item in scored if not item.rollout.is_given)
-    return sum(rollout.num_policy_tokens for rollout in sampled)
+    return sum(int(rollout.response_mask[rollout.num_prefix :].sum()) for rollout in sampled)
 
 
 def _turn_characters(rollout: Rollout, text: Callable[[np.ndarray], str]) -> list[int]:

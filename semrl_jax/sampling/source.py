@@ -13,10 +13,13 @@ from jaxtyping import Bool
 from semrl_jax import data, models
 from semrl_jax.data.prompts import Position
 from semrl_jax.metrics.measurer import Measurer
+from semrl_jax.sampling.episodes import Episodes
+from semrl_jax.sampling.hints import Hints
 from semrl_jax.sampling.requests import counter, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.clock import Clock
+from semrl_jax.types import SampleRequest
 
 
 class Sample(NamedTuple):
@@ -104,6 +107,7 @@ class Rounds:
     prompts: data.PromptDataset
     sampler: Sampler
     measurer: Measurer | None
+    episodes: Episodes | None = None  # in place of the sampler's, which evaluations have
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
         scored = self.sample_round(step, 0, position, clock, "sample")
@@ -122,15 +126,25 @@ class Rounds:
         """
         examples = [self.prompts.examples[row] for row in self._rows(position, number)]
         draw = training_draw(self.config, step, number, examples)
-        return self.sampler.sample(
-            draw.requests,
-            draw.references,
-            columns=draw.columns,
-            given=draw.given,
-            clock=clock,
-            arrived=counter(clock, what, len(draw.requests), already=number),
-            **training_options(self.config, self.measurer, step),
-        )
+
+        def sample(requests: Sequence[SampleRequest]) -> Scored:
+            return self.sampler.sample(
+                requests,
+                draw.references,
+                columns=draw.columns,
+                given=draw.given,
+                clock=clock,
+                episodes=self.episodes,
+                arrived=counter(clock, what, len(requests), already=number),
+                **training_options(self.config, self.measurer, step),
+            )
+
+        scored = sample(draw.requests)
+        if not self.config.rollout.hint_rounds:
+            return scored
+        by_group = dict(zip(draw.references, examples, strict=True))
+        hints = Hints(self.config, self.sampler.tokenizer)
+        return hints.answered(scored, draw, by_group, sample)
 
     def after(self, position: Position, count: int) -> Position:
         """The position after this many prompts."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int, Shaped, UInt
+from jaxtyping import Float, Int, Shaped, UInt
 
+from semrl_jax import data
 from semrl_jax.types import FinishReason, Rollout, VersionSpan
 
-_PER_TOKEN = ("response_ids", "rollout_logprobs", "rollout_raw_logprobs", "hidden_states")
+_PER_TOKEN = (
+    "response_ids", "rollout_logprobs", "rollout_raw_logprobs", "hidden_states", "entropies",
+)  # fmt: skip
 
 
 def joined(before: Rollout, part: Rollout) -> Rollout:
@@ -65,10 +69,33 @@ def with_context(before: Rollout, token_ids: Int[np.ndarray, " n"]) -> Rollout:
         response_mask=np.zeros(count, bool),
         hidden_states=states,
         routed_experts=None,
+        entropies=None,
         versions=(VersionSpan(before.versions[-1].version, 0, count),),
         generate_s=0.0,
     )
     return joined(before, context)
+
+
+def as_context(prefix: Rollout, states: Float[np.ndarray, "_ L D"] | None) -> Rollout:
+    """A prefix as tokens that another response has sampled; `states` are of what follows it."""
+    count = len(prefix.response_ids)
+    nothing = np.zeros(count, np.float32)
+    if states is not None:
+        states = np.zeros((count, *states.shape[1:]), states.dtype)
+    return dataclasses.replace(
+        prefix,
+        rollout_logprobs=nothing,
+        rollout_raw_logprobs=None if prefix.rollout_raw_logprobs is None else nothing,
+        hidden_states=states,
+        entropies=None,
+        response_mask=np.zeros(count, bool),
+    )
+
+
+def stopped(rollout: Rollout, tokens: data.TokenBytes, stop_strings: Sequence[str]) -> Rollout:
+    """The response, ended at its first stop string, which may span its parts."""
+    count = data.StopMatcher(tokens, stop_strings).feed(rollout.response_ids.tolist())
+    return rollout if count is None else cut(rollout, count, "stop")
 
 
 def cut(rollout: Rollout, count: int, reason: FinishReason) -> Rollout:

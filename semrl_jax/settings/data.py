@@ -59,6 +59,11 @@ class Data:
         "Text with {input} and {answer} that the reference, as a teacher, reads in place of the "
         "question; empty: it reads what the policy reads. docs/algorithms.md",
     )
+    hint_input: str = setting(
+        "{input}\n The following text is the beginning part of the answer, which you can refer to "
+        "for solving the problem:\n{hint}",
+        "text in place of the question with rollout.hint_rounds",
+    )
     system_prompt: str = setting("", "system prompt for the template chat")
     # Without effect for many tokenizers, so a resumed run compares the prompts instead.
     add_special_tokens: bool = setting(

@@ -56,6 +56,19 @@ class Rollout:
         "always; failed: only in groups in which no sampled response is correct",
         choices=("always", "failed"),
     )
+    hint_rounds: int = setting(
+        0,
+        "GHPO: how often a group without a correct response is sampled again, each time with a "
+        "longer part of a solution (data.given_field) in its prompt; 0: never. docs/data.md",
+        "rounds",
+        at_least=0,
+    )
+    branching: str = setting(
+        "",
+        "cure or random_token, with :option=value, or my_package.my_module: most responses of a "
+        "group go on after a prefix of another one; empty: each is sampled from its prompt. "
+        "docs/data.md",
+    )
     groups_per_call: int = setting(
         0,
         "N: a free replica gets the next N; 0: each gets an equal part. docs/clusters.md",
@@ -266,7 +279,7 @@ def longest_prompt(config: ml_collections.ConfigDict) -> int:
     """Tokens of the longest prompt that a replica gets: it ends with earlier parts or turns."""
     rollout = config.rollout
     is_played = any(entry.startswith(PREFIX) for entry in config.evaluation.benchmarks)
-    if config.environment.name or is_played:
+    if config.environment.name or is_played or rollout.branching:
         return rollout.max_prompt_tokens + rollout.max_response_tokens - 1
     return rollout.max_prompt_tokens + (num_parts(rollout) - 1) * part_tokens(rollout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import pathlib
@@ -11,8 +12,10 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.fields import check_fields
 
 
 def module_names(package: str, parts: Sequence[str] = ()) -> tuple[str, ...]:
@@ -62,6 +65,50 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
             f"{', '.join(parts)} (docs/extending.md)."
         )
     return module
+
+
+def module_with_options(
+    field: str, entry: str, package: str, parts: Sequence[str]
+) -> tuple[ModuleType, Any]:
+    """The module of an entry `NAME:option=value:option=value`, and its `Options` with these values.
+
+    `Options` is a frozen dataclass of settings: numbers, whole numbers, or tuples of texts, whose
+    option may be repeated. UserError for a wrong entry; see `load_module`.
+    """
+    name, *texts = entry.split(":")
+    module = load_module(field, name, package, parts)
+    if not (isinstance(module.Options, type) and dataclasses.is_dataclass(module.Options)):
+        raise UserError(f"{field}={name!r}: Options must be a frozen dataclass.")
+    fields = {each.name: each for each in dataclasses.fields(module.Options)}
+    options: dict[str, Any] = {}
+    for part in texts:
+        option, is_set, text = part.partition("=")
+        if not is_set or option not in fields:
+            raise UserError(
+                f"{field}={entry!r}: {part!r:.100} must be OPTION=VALUE with an option of "
+                f"{name!r}: {', '.join(fields)}."
+            )
+        if isinstance(fields[option].default, tuple):
+            options[option] = (*options.get(option, ()), text)
+            continue
+        if option in options:
+            raise UserError(f"{field}={entry!r}: {option} is set twice; keep one.")
+        kind = int if fields[option].type in (int, "int") else float
+        try:
+            options[option] = kind(text)
+        except ValueError:
+            what = "whole number" if kind is int else "number"
+            raise UserError(
+                f"{field}={entry!r}: {option}={text!r:.100} must be a {what}."
+            ) from None
+    check_fields(field, options, module.Options)
+    try:
+        with running(field, module, "Options"):
+            return module, module.Options(**options)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{field}={entry!r}: {error}") from None
 
 
 @contextlib.contextmanager

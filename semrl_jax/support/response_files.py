@@ -88,6 +88,15 @@ COLUMNS = {
         _per_token(pa.int32()),
         "conversation of each response token; only if an episode has several",
     ),
+    "parent": Column(
+        WHOLE,
+        "`sample_index` of the response whose first tokens it begins with, -1: none; only with "
+        "[branches](data.md#branches)",
+    ),
+    "num_prefix": Column(WHOLE, "number of these tokens"),
+    "hint": Column(
+        NUMBER, "share of a solution in its prompt; only if a response has a [hint](data.md#hints)"
+    ),
     "turn_rewards": Column(
         _per_token(pa.float32()),
         "reward of each turn of the policy; only with an [environment](environments.md)",

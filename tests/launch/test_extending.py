@@ -18,6 +18,7 @@ SHOWN = {
     "leave_one_out": "policy/entropy",
     "mean_norm": "metrics/mean_norm/mean",
     "unsolved": "curriculum/visited_fraction",
+    "halfway": "rollout/branches/fraction",
     "unlikely": "policy/unlikely_fraction",
     "any_of_four": "eval/arithmetic/any_of_four",
     "doubles": "eval/doubles/greedy_accuracy",

@@ -293,6 +293,8 @@ OURS_ALONE = {
     "optimizer.": "AdamW, as there", "model.param_dtype": "float32, as there",
     "rollout.addresses": "connection", "rollout.token_file": "connection",
     "rollout.addresses_file": "connection", "rollout.sync_wait_s": "connection",
+    "rollout.branching": "each response is sampled from its prompt",
+    "rollout.hint_rounds": "the launcher has none", "data.hint_input": "the launcher has none",
     "rollout.recorded": "of replays", "rollout.router_replay": "its models are dense",
     "rollout.in_turns": "placement, see configs/verl/grpo.py",
     "rollout.groups_per_call": "how responses are divided among replicas",

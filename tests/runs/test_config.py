@@ -361,6 +361,8 @@ MEASURED_THERE = {"metrics.placement": "rollout", "shaping.target": "none"}
 TWO_LAYERS = {"metrics.layers": (-1, 0)}
 IN_PARTS = {"rollout.in_flight": "keep", "rollout.max_staleness": 3}
 GIVEN = {"rollout.given_responses": 1}
+HINTS = {"rollout.hint_rounds": 3}
+BRANCHES = {"rollout.branching": "cure"}
 CHILDREN = {"rollout.jax_processes": 1, "rollout.max_staleness": 1}
 SOURCES = {"model.references": ("a=x", "b=y")}
 CONTRADICTIONS = [
@@ -421,6 +423,29 @@ CONTRADICTIONS = [
         "turn",
         "credit='turn' must be 'episode'",
     ),
+    (HINTS, "rollout.given_responses", 1, "both help groups that fail; leave one of them out"),
+    (HINTS, "data.curriculum", "window", "it would count prompts with hints as solved; leave one"),
+    (HINTS, "rewards.majority", True, "no reference says which groups fail; leave one of them"),
+    (HINTS, "data.hint_input", "{input}", "must have {input} and {hint}"),
+    (HINTS, "data.given_field", "solution", "name the field of data.files that has solutions"),
+    (HINTS, "algorithms.name", "single_stream", "it knows prompts without hints; leave one of"),
+    (
+        HINTS | {"rollout.max_staleness": 2},
+        "rollout.in_flight",
+        "keep",
+        "in_flight='keep': set it to 'wait'",
+    ),
+    (BRANCHES, "rollout.group_size", 10, "=10: a response and its branches are 4; choose a mul"),
+    (BRANCHES, "rollout.min_tokens", 3, "min_tokens=3: the tokens of a prefix would not count"),
+    (BRANCHES, "rollout.presence_penalty", 0.5, "presence_penalty=0.5: the tokens of a prefix"),
+    (BRANCHES, "rollout.frequency_penalty", 0.5, "frequency_penalty=0.5: the tokens of a prefix"),
+    (BRANCHES, "metrics.placement", "rollout", "set it to 'trainer': a replica sees a part alone"),
+    (
+        BRANCHES | {"rollout.max_staleness": 2},
+        "rollout.in_flight",
+        "keep",
+        "in_flight='keep': set it to 'wait'",
+    ),
     (CHILDREN, "rollout.engine", "vllm", "and rollout.engine='vllm' both name replicas"),
     (
         {"rollout.router_replay": True},
@@ -470,6 +495,8 @@ def test_a_verifier_that_compares_is_named_with_procedural_problems(rewards, nam
         ({"data.task": "arithmetic"}, "set both, or neither"),
         ({"environment.name": "calculater"}, "a built-in environment: agent, calculator"),
         ({"environment.name": "calculator:terms=3:terms=2"}, "terms is set twice; keep one"),
+        ({"rollout.branching": "cure"}, "an episode has turns; leave one of them out"),
+        ({"rollout.hint_rounds": 3}, "only rows of files and arithmetic have solutions"),
         ({"environment.max_turns": 0}, "environment.max_turns=0 must be above 0"),
         ({"model.path": ""}, "model.path='': name a model whose tokenizer has a chat template"),
         ({"data.template": "plain"}, "data.template='plain': leave it out: messages are"),

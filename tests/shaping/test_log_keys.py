@@ -74,8 +74,14 @@ def table(part):
     return [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
 
 
-# Runs of tests/training/test_reward_model.py and tests/runs/test_given.py have these.
-OF_OTHER_RUNS = ["given/correct", "given/fraction", "policy/given_loss", "time/reward_model_s"]
+# Runs of tests/training/test_reward_model.py, and in tests/runs of test_given.py, test_hints.py and
+# test_branching.py, have these.
+OF_OTHER_RUNS = [
+    "given/correct", "given/fraction", "policy/given_loss", "rollout/branches/correct",
+    "rollout/branches/fraction", "rollout/branches/parents_correct",
+    "rollout/branches/prefix_tokens/mean", "rollout/hints/correct", "rollout/hints/fraction",
+    "time/reward_model_s",
+]  # fmt: skip
 _BESIDE, _OURS = PAGE.split("\n## Ours\n")
 BESIDE, OURS = table(_BESIDE), table(_OURS.split("\n## ")[0])  # after it: columns of files
 OUR_KEYS = {

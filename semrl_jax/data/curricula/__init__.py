@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from semrl_jax.support.errors import UserError
-from semrl_jax.support.fields import check_fields
-from semrl_jax.support.modules import load_module, running
+from semrl_jax.support.modules import module_with_options, running
 
 FIELD = "data.curriculum"
 PARTS = ("Options", "weights")
@@ -85,35 +83,4 @@ def find_curriculum(entry: str) -> Curriculum | None:
     """The curriculum that `data.curriculum` names; None for "". UserError for a wrong entry."""
     if not entry:
         return None
-    name, *parts = entry.split(":")
-    module = load_module(FIELD, name, "semrl_jax.data.curricula", PARTS)
-    if not (isinstance(module.Options, type) and dataclasses.is_dataclass(module.Options)):
-        raise UserError(f"{FIELD}={name!r}: Options must be a frozen dataclass.")
-    fields = {field.name: field for field in dataclasses.fields(module.Options)}
-    options: dict[str, Any] = {}
-    for part in parts:
-        option, is_set, text = part.partition("=")
-        if not is_set or option not in fields:
-            raise UserError(
-                f"{FIELD}={entry!r}: {part!r:.100} must be OPTION=VALUE with an option of "
-                f"{name!r}: {', '.join(fields)}."
-            )
-        if isinstance(fields[option].default, tuple):
-            options[option] = (*options.get(option, ()), text)
-            continue
-        if option in options:
-            raise UserError(f"{FIELD}={entry!r}: {option} is set twice; keep one.")
-        try:
-            options[option] = float(text)
-        except ValueError:
-            raise UserError(
-                f"{FIELD}={entry!r}: {option}={text!r:.100} must be a number."
-            ) from None
-    check_fields(FIELD, options, module.Options)
-    try:
-        with running(FIELD, module, "Options"):
-            return Curriculum(module, module.Options(**options))
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{FIELD}={entry!r}: {error}") from None
+    return Curriculum(*module_with_options(FIELD, entry, __name__, PARTS))

@@ -303,6 +303,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         groups_per_call: int = 0,
         keep: bool = False,
         routed_experts: bool = False,
+        entropies: bool = False,
         resync: Callable[[], WeightVersion] | None = None,
         read: Callable[[], Iterable[np.ndarray]] | None = None,
     ) -> Iterator[Rollout]:
@@ -324,6 +325,7 @@ class RolloutClient(contextlib.AbstractContextManager):
           groups_per_call: 0: every replica gets one call of an equal part.
           keep: see `GenerateCall.keep`; ends with `release`, or with the weights.
           routed_experts: whether the rollouts have the experts that tokens went to.
+          entropies: whether the rollouts have the entropy at each token.
           resync: called if no replica serves `version` any more. It should call `sync_weights` with
             the same weights, which gives the same version.
           read: starts a pass over the arrays of `version`. Replicas that have lost the weights then
@@ -343,6 +345,7 @@ class RolloutClient(contextlib.AbstractContextManager):
             metrics,
             keep,
             routed_experts=routed_experts,
+            entropies=entropies,
         )
 
         def resync_once() -> WeightVersion:

@@ -52,6 +52,7 @@ from semrl_jax.rollout.engines.sampling import (
     block_size,
     penalised_logits,
     sample_tokens,
+    sampling_entropies,
     split_sampling,
 )
 from semrl_jax.rollout.wire.codec import GenerateCall
@@ -97,6 +98,7 @@ class Chunk(NamedTuple):
     token_ids: Int[Array, "B C"]
     logprobs: Float[Array, "B C"]
     raw_logprobs: Float[Array, "B C"]
+    entropies: Float[Array, "B C"] | Float[Array, "B 0"]  # no column if not asked for
     hidden_states: Float[Array, "B C L D"]
     experts: UInt[Array, "B C M K"]  # that the tokens went to, if asked for; else M is 0
 
@@ -312,7 +314,7 @@ def extend_slots(
 @compiled_once
 @functools.partial(
     jax.jit,
-    static_argnames=("policy", "kind", "hidden_states", "num_tokens", "routed"),
+    static_argnames=("policy", "kind", "hidden_states", "num_tokens", "routed", "entropies"),
     donate_argnames="slots",
 )
 def decode_chunk(
@@ -328,6 +330,7 @@ def decode_chunk(
     hidden_states: HiddenStateParams,
     num_tokens: int,
     routed: bool = False,
+    entropies: bool = False,
 ) -> tuple[Slots, Chunk]:
     """Generates up to `num_tokens` tokens in every active slot; ends early once none is active.
 
@@ -343,6 +346,7 @@ def decode_chunk(
         jnp.zeros((batch, num_tokens), jnp.int32),
         jnp.zeros((batch, num_tokens), jnp.float32),
         jnp.zeros((batch, num_tokens), jnp.float32),
+        jnp.zeros((batch, num_tokens if entropies else 0), jnp.float32),
         jnp.zeros((batch, num_tokens, len(layers), policy.config.hidden_size), state_dtype),
         jnp.zeros((batch, num_tokens, *routing), experts_dtype),
     )
@@ -367,6 +371,11 @@ def decode_chunk(
             if states
             else chunk.hidden_states,
         )
+        if entropies:
+            of_token = sampling_entropies(
+                _penalised(logits, slots, end_ids, sampling), sampling, kind=kind
+            )
+            chunk = chunk._replace(entropies=chunk.entropies.at[:, index].set(of_token))
         ended = jnp.any(tokens[:, None] == end_ids[None, :], axis=1)
         num_generated = jnp.where(slots.active, slots.num_generated + 1, slots.num_generated)
         active = slots.active & ~ended & (num_generated < max_tokens)
@@ -417,12 +426,18 @@ def _sample(
     """Samples a token in every slot; see `sample_tokens`."""
     if sampling.penalties is None:
         return _draw(logits, slots, sampling, kind, mesh)
-    penalised = penalised_logits(
-        logits, slots.counts, slots.num_generated, end_ids, sampling.penalties
-    )
+    penalised = _penalised(logits, slots, end_ids, sampling)
     tokens, logprobs, _ = _draw(penalised, slots, sampling, kind, mesh)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return tokens, logprobs, chosen - jax.nn.logsumexp(logits, axis=1)
+
+
+def _penalised(
+    logits: Float[Array, "B V"], slots: Slots, end_ids: Int[Array, " E"], sampling: SamplingValues
+) -> Float[Array, "B V"]:
+    if sampling.penalties is None:
+        return logits
+    return penalised_logits(logits, slots.counts, slots.num_generated, end_ids, sampling.penalties)
 
 
 def _draw(
@@ -715,6 +730,7 @@ class DecodingCall:
             hidden_states=self._response_states,
             num_tokens=self._chunk,
             routed=self._call.routed_experts,
+            entropies=self._call.entropies,
         )
         self._next_column = (self._next_column + self._chunk) % self._response_columns
         ended = self._collect(chunk)
@@ -1049,9 +1065,9 @@ class DecodingCall:
         no_values = np.zeros(0, np.float32)
         shape, dtype = _routing_shape(self._policy, self._call.routed_experts)
         no_experts = np.zeros((0, *shape), dtype)
-        empty = (np.zeros(0, np.int32), no_values, no_values)
+        empty = (np.zeros(0, np.int32), no_values, no_values, no_values)
         empty += (no_states(self._response_states), no_experts)
-        token_ids, logprobs, raw_logprobs, states, _ = (
+        token_ids, logprobs, raw_logprobs, entropies, states, _ = (
             np.concatenate(parts) for parts in zip(empty, *response.pieces)
         )
         routed = response.experts if len(token_ids) else no_experts
@@ -1063,6 +1079,7 @@ class DecodingCall:
             response_ids=token_ids,
             rollout_logprobs=logprobs,
             rollout_raw_logprobs=raw_logprobs,
+            entropies=entropies if self._call.entropies else None,
             finish_reason=reason,
             versions=(VersionSpan(version, 0, len(token_ids)),) if len(token_ids) else (),
             hidden_states=states if self._response_states.layers else None,

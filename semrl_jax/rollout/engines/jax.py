@@ -98,7 +98,7 @@ class JaxEngine(Engine):
             vocab_size=policy.config.vocab_size,
             layers=(*range(policy.config.num_layers + 1), -1),
             state_kinds=("decode", "prefill"),
-            logprob_kinds=("sampling", "raw"),
+            logprob_kinds=("sampling", "raw", "entropy"),
             sampling_kinds=() if tokens is None else ("stop_strings",),
             max_prompts=max_prompts,
             max_prompt_tokens=max_prompt_tokens,

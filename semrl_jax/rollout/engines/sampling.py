@@ -171,6 +171,18 @@ def sample_tokens(
     return tokens, logprobs, _taken(logits, tokens, axis) - (largest + jnp.log(total))
 
 
+def sampling_entropies(
+    logits: Float[Array, "B V"], values: SamplingValues, *, kind: SamplingKind
+) -> Float[Array, " B"]:
+    """The entropy of the distribution of `sampling_logits`, in nats; arguments as there.
+
+    With "greedy", of the unmodified logits. Tokens that cannot be sampled add nothing.
+    """
+    logprobs = jax.nn.log_softmax(sampling_logits(logits, values, kind=kind), axis=-1)
+    terms = jnp.exp(logprobs) * logprobs
+    return -jnp.sum(jnp.where(logprobs > -jnp.inf, terms, 0.0), axis=-1)
+
+
 def block_size(num_tokens: int) -> int:
     """The tokens of a block, a power of two: about sqrt(V), or a divisor of V / 8.
 

@@ -56,6 +56,7 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CHECK_PROMPT_TOKENS = 5
 CHECK_TOKENS = 8
 CPU_CACHE_GIB = 4.0
+NUM_LIKELIEST = 20  # tokens from which entropies are computed; vLLM's own limit
 # The responses of all calls share its slots. With several calls, no slot is idle at the end of one.
 CALLS_AT_ONCE = 4
 # Relative error of the self-check. Correct rows differ by the rounding of another batch shape. The
@@ -122,7 +123,7 @@ class VllmEngine(Engine):
             vocab_size=model.vocab_size,
             layers=(*range(model.num_layers * settings.inner_states), -1, model.num_layers),
             state_kinds=("decode", "prefill"),
-            logprob_kinds=("sampling",),
+            logprob_kinds=("sampling", "entropy"),
             sampling_kinds=() if model.tokens is None else ("stop_strings",),
             max_prompts=MAX_PROMPTS,
             max_prompt_tokens=max_prompt_tokens,
@@ -195,6 +196,7 @@ class VllmEngine(Engine):
                 num_aborts,
                 on_tokens=call.on_tokens and functools.partial(call.on_tokens, request.sample_id),
                 prompt_logprobs=call.prompt_logprobs,
+                entropies=call.entropies,
             )
             return self._rollout(request, found, call.hidden_states, started)
 
@@ -370,6 +372,7 @@ class VllmEngine(Engine):
         num_aborts: int,
         on_tokens: Callable[[list[int]], None] | None = None,
         prompt_logprobs: bool = False,
+        entropies: bool = False,
     ) -> _Sample:
         """Runs one request in a free slot, and reads its states of the given kinds."""
         async with self._slot() if kinds else contextlib.nullcontext() as slot:
@@ -377,21 +380,24 @@ class VllmEngine(Engine):
             if self._num_aborts > num_aborts:
                 rows = self._rows(kinds, slot, tag, 0, 0)
                 empty = np.zeros(0, np.float32)
-                return _Sample(np.zeros(0, np.int32), empty, "aborted", [], rows, None)
+                return _Sample(np.zeros(0, np.int32), empty, "aborted", [], rows, None, None)
             request_id = str(tag)
             self._running.add(request_id)
             try:
                 with _engine_errors():
                     found, num_kept = await self._last_output(
                         request_id, prompt, seed, sampling, kinds, slot, tag, on_tokens,
-                        prompt_logprobs,
+                        prompt_logprobs, entropies,
                     )  # fmt: skip
             finally:
                 self._running.discard(request_id)
             output = found.outputs[0]
             ids = np.array(output.token_ids[:num_kept], np.int32)
             rows = self._rows(kinds, slot, tag, len(prompt), len(ids))
-        logprobs = np.array(output.logprobs.logprobs[:num_kept] if len(ids) else (), np.float32)
+        # [T, 1]: of the sampled token. With entropies [T, 21]: of the likeliest tokens, too.
+        found_logprobs = np.array(output.logprobs.logprobs if len(ids) else (), np.float32)
+        found_logprobs = found_logprobs.reshape(len(output.token_ids), -1)[: len(ids)]
+        logprobs = found_logprobs[:, 0] if len(ids) else np.zeros(0, np.float32)
         assert len(logprobs) == len(ids), "one log-probability per token was asked for"
         reason = _finish_reason(output, sampling)
         if num_kept is not None:  # by a stop string
@@ -405,7 +411,10 @@ class VllmEngine(Engine):
         if prompt_logprobs:
             pairs = zip(found.prompt_logprobs[1:], prompt[1:].tolist())
             of_prompt = np.array([0.0, *(each[i].logprob for each, i in pairs)], np.float32)
-        return _Sample(ids, logprobs, reason, spans, rows, of_prompt)
+        of_tokens = None
+        if entropies:
+            of_tokens = least_entropies(found_logprobs[:, 1:]) if len(ids) else logprobs
+        return _Sample(ids, logprobs, reason, spans, rows, of_prompt, of_tokens)
 
     def _rows(
         self, kinds: Sequence[str], slot: int | None, tag: int, prompt_len: int, num_tokens: int
@@ -433,7 +442,17 @@ class VllmEngine(Engine):
             )
 
     async def _last_output(
-        self, request_id, prompt, seed, sampling, kinds, slot, tag, on_tokens, prompt_logprobs
+        self,
+        request_id,
+        prompt,
+        seed,
+        sampling,
+        kinds,
+        slot,
+        tag,
+        on_tokens,
+        prompt_logprobs,
+        entropies,
     ) -> tuple[Any, int | None]:
         """The final output; how many of its tokens stay if a stop string ended it, else None."""
         import vllm
@@ -449,7 +468,7 @@ class VllmEngine(Engine):
             seed=seed,
             stop_token_ids=[*sampling.eos_token_ids, *sampling.stop_token_ids],
             ignore_eos=True,  # only the end tokens of the call end a response
-            logprobs=0,
+            logprobs=NUM_LIKELIEST if entropies else 0,
             prompt_logprobs=0 if prompt_logprobs else None,
             flat_logprobs=True,
             detokenize=False,
@@ -522,6 +541,7 @@ class VllmEngine(Engine):
             prompt_states=planes.get("prefill"),
             layers=hidden_states.layers,
             prompt_logprobs=found.prompt_logprobs,
+            entropies=found.entropies,
             generate_s=time.monotonic() - started,
         )
 
@@ -564,6 +584,20 @@ class _Sample:
     spans: Sequence[tuple[str, int, int]]  # vLLM's label of the weights, first token, end
     rows: dict[str, np.ndarray]  # uint8 [T, bytes] by kind of state
     prompt_logprobs: np.ndarray | None
+    entropies: np.ndarray | None  # of `least_entropies`
+
+
+def least_entropies(logprobs: Float[np.ndarray, "T K"]) -> Float[np.ndarray, " T"]:
+    """Float32 entropies in nats, from the K likeliest tokens and all others as one.
+
+    H = -sum_k p_k log p_k - r log r, r = max(1 - sum_k p_k, 0)
+
+    At most the entropy, and equal to it if one token besides these has probability. `logprobs` may
+    be -inf.
+    """
+    p = np.exp(logprobs.astype(np.float64))
+    p = np.concatenate([p, np.maximum(1 - p.sum(axis=1, keepdims=True), 0)], axis=1)
+    return -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=1).astype(np.float32)
 
 
 class _Staging:

@@ -93,6 +93,7 @@ class GenerateCall(NamedTuple):
     on_tokens: Callable[[str, Sequence[int]], None] | None = None
     prompt_logprobs: bool = False  # asked for, in the replica's process
     routed_experts: bool = False  # whether the experts that tokens went to are sent
+    entropies: bool = False  # whether the entropies of the distributions are sent
 
 
 class WeightMessage(NamedTuple):
@@ -218,6 +219,7 @@ def encode_request(call: GenerateCall) -> pb.GenerateRequest:
         metrics=dataclasses.asdict(call.metrics) if call.metrics else None,
         keep=call.keep,
         routed_experts=call.routed_experts,
+        entropies=call.entropies,
     )
     index_of: dict[bytes, int] = {}
     for request in call.requests:
@@ -251,6 +253,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
         metrics = _record(MetricParams, message.metrics)
     _check_params(sampling, hidden_states, metrics, limits)
     _check_routed(message.routed_experts, limits)
+    _check_entropies(message.entropies, limits)
     num_samples, num_prompts = len(message.samples), len(message.prompts)
     check_num_samples(num_samples, limits)
     if num_prompts > num_samples:
@@ -277,6 +280,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
         metrics,
         keep=message.keep,
         routed_experts=message.routed_experts,
+        entropies=message.entropies,
     )
 
 
@@ -284,6 +288,7 @@ def check_call(call: GenerateCall, limits: ReplicaDescription) -> None:
     """Checks a call that no message carried; raises as `decode_request`."""
     _check_params(call.sampling, call.hidden_states, call.metrics, limits)
     _check_routed(call.routed_experts, limits)
+    _check_entropies(call.entropies, limits)
     check_num_samples(len(call.requests), limits)
     prompts = {id(request.prompt_ids): request.prompt_ids for request in call.requests}
     for i, prompt_ids in enumerate(prompts.values()):
@@ -420,6 +425,8 @@ class RolloutDecoder:
             for array in BYTES_ARRAYS
         }
         _check_mask(name, arrays, is_aborted)
+        if (arrays["entropies"] is not None) != (self._call.entropies and num_tokens > 0):
+            raise ValueError(f"{name}: entropies must come if they are asked for, and only then.")
         self._check_versions(name, message.versions, num_tokens)
         counts = {"decode": num_tokens, "prefill": len(request.prompt_ids)}
         if num_tokens == 0:
@@ -703,6 +710,11 @@ def _check_routed(is_asked: bool, limits: ReplicaDescription) -> None:
             "routed_experts are not sent by this replica; set rollout.router_replay=False, or take "
             "the JAX engine of this release and a model with experts."
         )
+
+
+def _check_entropies(is_asked: bool, limits: ReplicaDescription) -> None:
+    if is_asked:
+        _check_choice("entropies", ["entropy"], limits.logprob_kinds)
 
 
 def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> None:

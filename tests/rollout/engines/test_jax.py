@@ -313,6 +313,27 @@ def test_penalties_are_those_of_the_oracle(policy, params, temperature):
     assert {"eos", "stop"} & lengths.keys()
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(12, temperature=1.3, top_k=6, top_p=0.8, eos_token_ids=(EOS,)),
+        pytest.param(dataclasses.replace(PENALISED, max_tokens=20), marks=pytest.mark.slow),
+    ],
+)
+def test_entropies_are_those_of_the_distribution_sampled_from(policy, params, sampling):
+    embedding = np.asarray(params["embed"]["embedding"], np.float64)
+    with synced_client(policy, params) as (client, version):
+        requests = make_requests(2)
+        rollouts = list(client.generate(requests, sampling, version=version, entropies=True))
+        plain = list(client.generate(requests, sampling, version=version))
+    for rollout, states, _ in full_forward(policy, params, rollouts):
+        logprobs = processed_logprobs(states @ embedding.T, sampling, rollout)
+        expected = [-sum(np.exp(x) * x for x in row if x > -np.inf) for row in logprobs]
+        np.testing.assert_allclose(rollout.entropies, expected, atol=1e-4)
+    assert as_bytes(plain) == as_bytes(rollouts)
+    assert all(rollout.entropies is None for rollout in plain)
+
+
 def test_without_penalties_no_token_is_counted(policy, params):
     call = make_call(policy, params, make_requests(1, 4), SamplingParams(8, min_tokens=2))
     call.step()

@@ -78,7 +78,7 @@ def engine_with(params, mesh, **options):
 
 def sample(engine, requests, sampling):
     async def collect():
-        call = GenerateCall(tuple(requests), sampling, STATES, VERSION)
+        call = GenerateCall(tuple(requests), sampling, STATES, VERSION, entropies=True)
         return [rollout async for rollout in engine.generate(call)]
 
     return asyncio.run(collect())
@@ -109,7 +109,7 @@ def test_responses_are_those_of_one_device(params, on_one_device, shape, kind):
     ]
     assert len(same) >= 19
     for name in same:
-        for field in ("rollout_logprobs", "rollout_raw_logprobs", "hidden_states"):
+        for field in ("rollout_logprobs", "rollout_raw_logprobs", "entropies", "hidden_states"):
             found, wanted = getattr(actual[name], field), getattr(expected[name], field)
             # float32 sums in another order; both are of size 1 to 10.
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=5e-5)

@@ -311,6 +311,26 @@ def test_cached_prefixes_change_nothing(client, model):
     assert len(observed(client, "cached")) == before
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_entropies_count_all_but_the_likeliest_tokens_as_one(client, model, top_k):
+    """The rest of the 34 tokens beyond 20 counts as one; exact if fewer can be sampled."""
+    version = model.sync(client, 0)
+    requests, sampling = requests_of(random_prompts(model, [3, 40])), dataclasses.replace(
+        SAMPLING, top_k=top_k, max_tokens=16
+    )  # fmt: skip
+    found = list(client.generate(requests, sampling, version=version, entropies=True))
+    for rollout in found:
+        p = np.exp(processed_logprobs(model.states_and_logits(rollout)[1], sampling))
+        p = np.sort(p)[:, ::-1]
+        parts = np.concatenate([p[:, :20], p[:, 20:].sum(axis=1, keepdims=True)], axis=1)
+        expected = -(parts * np.log(np.maximum(parts, 1e-300))).sum(axis=1)
+        np.testing.assert_allclose(rollout.entropies, expected, atol=1e-4)
+    plain = sampled(client, version, requests, sampling)
+    for rollout in found:
+        np.testing.assert_array_equal(plain[rollout.sample_id].response_ids, rollout.response_ids)
+        assert plain[rollout.sample_id].entropies is None
+
+
 PROCESSED = [
     SamplingParams(32, temperature=1.3),
     SamplingParams(32, temperature=0.7, top_p=0.8),

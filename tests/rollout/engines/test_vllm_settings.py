@@ -15,6 +15,7 @@ from semrl_jax.rollout.engines.vllm import (
     VllmSettings,
     _root_cause,
     check_queue_space,
+    least_entropies,
 )
 from semrl_jax.rollout.wire.codec import LimitExceeded, NotOffered
 from semrl_jax.support.errors import UserError
@@ -26,6 +27,27 @@ MODEL = VllmModel(
     directory="/nowhere", specs=(), model_hash="m", tokenizer_hash="t", vocab_size=11,
     hidden_size=128, num_layers=2,
 )  # fmt: skip
+
+
+def test_entropies_of_the_likeliest_tokens_are_a_lower_bound():
+    """Against sums over a whole vocabulary; -inf is of a token that cannot be sampled."""
+    random = np.random.default_rng(0)
+    logits = 3 * random.normal(size=(40, 30))
+    logits[:20, 4:] = -np.inf
+    p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    exact = np.array([-sum(x * np.log(x) for x in row if x > 0) for row in p])
+    with np.errstate(divide="ignore"):
+        likeliest = np.log(np.sort(p)[:, ::-1])
+    for count in (1, 5, 29, 30):
+        found = least_entropies(likeliest[:, :count].astype(np.float32))
+        assert (found <= exact + 1e-6).all()
+        rest = p.sum(axis=1) - np.sort(p)[:, ::-1][:, :count].sum(axis=1)
+        parts = [*np.sort(p)[:, ::-1][:, :count].T, rest]
+        lumped = -sum(part * np.log(np.maximum(part, 1e-300)) for part in np.maximum(parts, 0))
+        np.testing.assert_allclose(found, lumped, atol=1e-5)
+        if count >= 29:
+            np.testing.assert_allclose(found, exact, atol=1e-5)
+    assert (least_entropies(likeliest[20:, :5]) < exact[20:] - 0.01).any()
 
 
 @pytest.fixture

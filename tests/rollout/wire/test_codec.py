@@ -309,6 +309,24 @@ def test_inconsistent_response_is_refused(change, match):
     raised(ValueError, match, decode, call, make_rollout(3, STATES), change)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_entropies_come_if_they_are_asked_for_and_only_then(num_tokens):
+    ended = {} if num_tokens else {"finish_reason": "aborted", "versions": ()}
+    values = np.arange(num_tokens, dtype=np.float32) if num_tokens else None
+    rollout, call = make_rollout(num_tokens, entropies=values, **ended), make_call()
+    (decoded,) = decode(call._replace(entropies=True), rollout)
+    assert_same(decoded, rollout)
+    wire_call = wire(codec.encode_request(call._replace(entropies=True)))
+    has = dataclasses.replace(LIMITS, logprob_kinds=("sampling", "entropy"))
+    assert codec.decode_request(wire_call, has).entropies
+    lacks = dataclasses.replace(LIMITS, logprob_kinds=("sampling",))
+    raised(codec.NotOffered, "entrop", codec.decode_request, wire_call, lacks)
+    if num_tokens:
+        raised(ValueError, "only then", decode, call, rollout)
+        silent = dataclasses.replace(rollout, entropies=None)
+        raised(ValueError, "must come", decode, call._replace(entropies=True), silent)
+
+
 @pytest.mark.parametrize("num_experts", [8, 255, 256])
 @pytest.mark.parametrize("num_tokens", [0, 1, 700])  # the last in chunks
 def test_experts_round_trip(num_experts, num_tokens):

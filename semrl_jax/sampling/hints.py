@@ -1,0 +1,105 @@
+"""Hints: a group without a correct response answers again, with a part of a solution in its prompt.
+
+With `rollout.hint_rounds=n`, the prompt of such a group in round k = 1, ..., n is that of
+`data.hint_input`, with the first round(k / (n + 1) * N) of the N characters of its first given
+response as the hint. All G responses are sampled again. The rounds end when one is correct, and
+the last responses are trained on, after the prompt that they were sampled from. A prompt without a
+solution has no hints, and a hint that makes a prompt longer than `rollout.max_prompt_tokens` is
+left out.
+
+Source: arXiv:2507.10628 (GHPO), and its code (github.com/hkgc-1/GHPO, src/ghpo/ghpo_trainer.py):
+n = 3, with the shares 0.25, 0.5 and 0.75, and the text of `data.hint_input`. Departures: the code
+cuts prompts that are too long at their beginning; and it samples without hints before
+`start_hint_step`, whose default is 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_collections
+import numpy as np
+from jaxtyping import Int
+
+from semrl_jax import data
+from semrl_jax.data.templates import prompt_renderer
+from semrl_jax.sampling.requests import Draw, stream_seed
+from semrl_jax.sampling.scoring import Scored
+from semrl_jax.types import SampleRequest
+
+_HINTS = 0x417  # second number of their seeds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hints:
+    """Makes the prompts of a run with hints."""
+
+    config: ml_collections.ConfigDict
+    tokenizer: Any
+
+    def prompt(self, example: data.PromptExample, share: float) -> Int[np.ndarray, " _"] | None:
+        """The prompt with this share of the solution; None if there is none, or it is too long."""
+        if not example.given:
+            return None
+        solution = self.tokenizer.decode(example.given[0], skip_special_tokens=True)
+        texts = {
+            "input": example.question or example.prompt,
+            "hint": solution[: round(share * len(solution))],
+        }
+        settings, template = self.config.data, example.template if example.question else "plain"
+        # In one pass: a question may hold {hint} itself.
+        text = re.sub(r"\{(input|hint)\}", lambda found: texts[found[1]], settings.hint_input)
+        render = prompt_renderer(template, self.tokenizer, system_prompt=settings.system_prompt)
+        prefix = data.special_prefix(self.tokenizer, template, settings.add_special_tokens)
+        (ids,) = data.encode(self.tokenizer, render([text]), prefix)
+        is_short = len(ids) <= self.config.rollout.max_prompt_tokens
+        return np.array(ids, np.int32) if is_short else None
+
+    def answered(
+        self,
+        scored: Scored,
+        draw: Draw,
+        examples: Mapping[int, data.PromptExample],
+        sample: Callable[[Sequence[SampleRequest]], Scored],
+    ) -> Scored:
+        """The responses of a draw, those of failed groups with hints; all processes call it.
+
+        Args:
+          scored: all responses to the draw, in (group, sample) order.
+          examples: prompts by group.
+          sample: samples requests of whole groups, and scores the responses.
+        """
+        num_rounds = self.config.rollout.hint_rounds
+        for number in range(1, num_rounds + 1):
+            solved = {item.rollout.group_id for item in scored if item.verdict.correct}
+            share = number / (num_rounds + 1)
+            prompts = {
+                group: ids
+                for group, example in examples.items()
+                if group not in solved and (ids := self.prompt(example, share)) is not None
+            }
+            requests = [
+                dataclasses.replace(
+                    request,
+                    prompt_ids=prompts[request.group_id],
+                    seed=stream_seed(request.seed, _HINTS, number),
+                )
+                for request in draw.requests
+                if request.group_id in prompts
+            ]
+            if requests:
+                found = _with_share(sample(requests), share)
+                rest = [i for i, item in enumerate(scored) if item.rollout.group_id not in prompts]
+                scored = Scored.joined([scored.take(rest), found]).in_order()
+        return scored
+
+
+def _with_share(scored: Scored, share: float) -> Scored:
+    items = [
+        dataclasses.replace(item, rollout=dataclasses.replace(item.rollout, hint=share))
+        for item in scored
+    ]
+    return dataclasses.replace(scored, items=items)
