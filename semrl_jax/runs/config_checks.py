@@ -363,6 +363,7 @@ def _check_hints(config: ml_collections.ConfigDict) -> None:
         ("data.curriculum", data.curriculum, not data.curriculum,
          "it would count prompts with hints as solved; leave one of them out"),
         ("data.teacher_input", data.teacher_input, not data.teacher_input, of_prompts),
+        ("model.references", config.model.references, not config.model.references, of_prompts),
         ("algorithms.name", config.algorithms.name, not needs.prompt_state, of_prompts),
     ):  # fmt: skip
         if not is_fine:
