@@ -268,7 +268,7 @@ def layer_params(config: DecoderConfig, params: Params, index: int) -> Params:
         whole[module] = {name: stored(params, ("layers", module, name)) for name in names}
         places[module] = np.int32(place)
     on_device = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(whole))
-    # Of arrays on the host, only the parts of the layer go to the device.
+    # Arrays on the host: only the parts of the layer go to the device.
     return _at(whole, places) if on_device else _at.__wrapped__(whole, places)
 
 
