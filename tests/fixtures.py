@@ -115,6 +115,14 @@ def reports_where_looked_at(request, monkeypatch):
         monkeypatch.setattr("semrl_jax.runs.run.write_report", lambda workdir: None)
 
 
+def random_params(policy, seed=0):
+    """Random parameters in NumPy; `Policy.init` compiles 40 small programs for them."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: random.normal(0, 0.2, leaf.shape).astype(leaf.dtype), policy.shapes()
+    )
+
+
 def save_model(directory, tokenizer=None, **changes):
     """Writes a random model of 16 numbers per token, or with other sizes."""
     tokenizer = tokenizer or data.character_tokenizer()

@@ -5,7 +5,6 @@ import functools
 import json
 import os
 
-import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +25,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import KEYS
 from tests.cases import refused
 from tests.evaluation.making import make_sample, write_samples
+from tests.fixtures import random_params
 from tests.jobs.test_view import write_samples as write_responses
 from tests.models.test_lora import CONFIG, LORA, POLICY, trained
 from tests.pages.report.making import make_run
@@ -96,7 +96,7 @@ def files(tmp_path_factory):
     config = tiny_config()
     for name in ("run", "other"):
         make_run(root / name, config)
-    params = POLICY.init(jax.random.key(0))
+    params = random_params(POLICY)
     models.save_directory(root / "base", params, CONFIG, data.character_tokenizer())
     peft.save_adapter(root / "adapter", trained(), LORA, CONFIG, root / "base", "base")
     write_samples(root / "samples.parquet", [make_sample(i, 0) for i in range(8)])
@@ -164,9 +164,7 @@ def test_a_flipped_byte_is_no_traceback(files):
 
 
 def test_no_command_waits_for_a_pipe(tmp_path):
-    models.save_directory(
-        tmp_path, POLICY.init(jax.random.key(0)), CONFIG, data.character_tokenizer()
-    )
+    models.save_directory(tmp_path, random_params(POLICY), CONFIG, data.character_tokenizer())
     os.mkfifo(tmp_path / "more.safetensors")
     os.mkfifo(tmp_path / "chat_template.jinja")
     tokenizer = data.character_tokenizer()

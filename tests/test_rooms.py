@@ -1,6 +1,7 @@
 """Imports between the rooms of the package run in one direction."""
 
 import ast
+import functools
 import pathlib
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "semrl_jax"
@@ -30,8 +31,13 @@ EXCEPTIONS = {
 }
 
 
+@functools.cache
 def imports():
     """(room, imported room, file) of every import of a room by another."""
+    return list(_imports())
+
+
+def _imports():
     rooms = {room for floor in FLOORS for room in floor}
     for file in sorted(PACKAGE.rglob("*.py")):
         room = file.relative_to(PACKAGE).parts[0]
@@ -50,7 +56,7 @@ def imports():
 
 def test_no_room_imports_one_above_it():
     floor = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
-    found = list(imports())
+    found = imports()
     assert len(found) > 50
     upward = {
         (room, other, file)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,15 +20,16 @@ def test_the_parts_are_those_of_the_policy(family):
     config, params = faults.model(family, 3)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 25), np.int32)
     places = np.broadcast_to(np.arange(25, dtype=np.int32), ids.shape)
-    params, *inputs = jax.tree.map(jnp.asarray, (params, ids, places, np.ones_like(ids)))
+    inputs = ids, places, np.ones_like(ids)
     policy, layers = models.Policy(config), tuple(range(config.num_layers + 1))
-    *_, expected = policy.prefill(params, *inputs, layers)
+    *_, expected = jax.jit(policy.prefill, static_argnums=4)(params, *inputs, layers)
     found = computation_of(config, params, ids, np.roll(ids, -1, axis=1))
     x = None
     for layer in layers:
         x = found.states(layer - 1, layer, x)
         np.testing.assert_allclose(x, expected[:, :, layer], rtol=2e-4, atol=2e-5)
-    logprobs, _ = policy.token_logprobs(params, expected[:, :, -1], jnp.roll(inputs[0], -1, axis=1))
+    last, targets = expected[:, :, -1], np.roll(ids, -1, axis=1)
+    logprobs, _ = jax.jit(policy.token_logprobs)(params, last, targets)
     np.testing.assert_allclose(found.logprobs(x), logprobs, rtol=1e-4, atol=1e-4)
 
 

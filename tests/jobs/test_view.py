@@ -3,7 +3,6 @@
 import json
 import re
 
-import jax
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +13,7 @@ from semrl_jax.models.of_config import build_policy
 from semrl_jax.support.errors import UserError
 from tests.browser import open_page
 from tests.cases import refused
+from tests.fixtures import random_params
 from tests.tiny import tiny_config
 
 CHOOSE = "byId('%s').selectedIndex = %d; draw()"
@@ -121,7 +121,7 @@ def test_a_character_of_several_tokens_belongs_to_the_last():
 def model(tmp_path):
     policy, tokenizer = build_policy(tiny_config())
     directory = tmp_path / "model"
-    models.save_directory(directory, policy.init(jax.random.key(0)), policy.config, tokenizer)
+    models.save_directory(directory, random_params(policy), policy.config, tokenizer)
     return directory
 
 

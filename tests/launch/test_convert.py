@@ -23,6 +23,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training.train_state import DataPosition, TrainState
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 from tests.cases import refused
+from tests.fixtures import random_params
 from tests.launch.conftest import ROOT, run, succeed
 from tests.rollout.embedded import EmbeddedReplica
 
@@ -32,12 +33,7 @@ CONFIG = models.DecoderConfig(
     vocab_size=34, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2,
     num_kv_heads=1, head_dim=8,
 )  # fmt: skip
-
-
-def random_params(seed):
-    random = np.random.default_rng(seed)
-    shapes = jax.eval_shape(models.Policy(CONFIG).init, jax.random.key(0))
-    return jax.tree.map(lambda leaf: random.standard_normal(leaf.shape, np.float32), shapes)
+POLICY = models.Policy(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +41,17 @@ def made(tmp_path_factory):
     """A run directory with checkpoints of steps 1 and 2, and their parameters."""
     directory = tmp_path_factory.mktemp("runs") / "run"
     models.save_directory(
-        directory / "warm_start", random_params(0), CONFIG, data.character_tokenizer()
+        directory / "warm_start", random_params(POLICY), CONFIG, data.character_tokenizer()
     )
     record = {"run_id": "a", "config": {"model": {"path": ""}}}
     (directory / "config.json").write_text(json.dumps(record))
-    params = {step: random_params(step) for step in (1, 2)}
+    params = {step: random_params(POLICY, step) for step in (1, 2)}
     checkpoints = Checkpoints(directory / "checkpoints", keep=2)
     for step in params:
         checkpoints.save(
             TrainState(
                 params=params[step],
-                optimizer={"moments": random_params(3)},  # not restored in these tests
+                optimizer={"moments": random_params(POLICY, 3)},  # not restored in these tests
                 shaping=init_shaping_state(),
                 step=jnp.int32(step),
                 skipped_in_row=jnp.int32(0),
@@ -97,7 +93,7 @@ def test_a_run_becomes_a_model_directory(directory, made, tmp_path, capsys):
 def test_a_model_may_be_mixed_with_another(directory, made, tmp_path, share):
     start = directory / "warm_start"
     convert(directory, tmp_path / "mixed", other=str(start), share=share)
-    one, other = (made[1][2], random_params(0))
+    one, other = (made[1][2], random_params(POLICY))
     wanted = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
     models.save_directory(tmp_path / "wanted", wanted, CONFIG, data.character_tokenizer())
     found, expected = weights(tmp_path / "mixed"), weights(tmp_path / "wanted")
@@ -112,7 +108,7 @@ def test_a_model_may_be_mixed_with_another(directory, made, tmp_path, share):
 
 def test_another_architecture_is_not_mixed_in(directory, tmp_path):
     wide = dataclasses.replace(CONFIG, intermediate_size=24)
-    params = models.Policy(wide).init(jax.random.key(0))
+    params = random_params(models.Policy(wide))
     models.save_directory(tmp_path / "wide", params, wide, data.character_tokenizer())
     for other, message in (("wide", "another architecture"), ("none", "is no Hugging Face dir")):
         path = str(tmp_path / other)

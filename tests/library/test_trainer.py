@@ -24,6 +24,9 @@ from tests.library.conftest import ROWS, SIZES
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
 
 
+FEW_CHECKPOINTS = {"checkpoints": {"every_steps": 40}}  # for runs that nobody continues
+
+
 @pytest.fixture
 def trainer(chat_model, tmp_path):
     """Makes trainers of one small run; keywords replace its arguments."""
@@ -66,7 +69,7 @@ def straight(chat_model, tmp_path_factory):
 
 
 def test_a_loop_gives_every_step_with_its_responses(trainer):
-    one = trainer(reward=lambda response, reference: float(len(reference)))
+    one = trainer(reward=lambda response, reference: float(len(reference)), **FEW_CHECKPOINTS)
     steps = list(one)
     assert [step.number for step in steps] == [0, 1, 2]
     for step in steps:
@@ -148,7 +151,7 @@ def test_several_rewards_have_names_and_weights(trainer):
 
 def test_rows_of_any_iterable(trainer):
     rows = ({"prompt": row["question"], "extra": [1]} for row in ROWS)
-    one = trainer(prompts=rows, reward=lambda a, b, row: float(row["extra"][0]))
+    one = trainer(prompts=rows, reward=lambda a, b, row: float(row["extra"][0]), **FEW_CHECKPOINTS)
     assert [step.scalars["reward/mean"] for step in one] == [1.0] * 3
     questions = trainer("other", prompts=[row["question"] for row in ROWS])
     assert questions.config.data.files == (str(questions.workdir / "given" / "prompts.jsonl"),)
@@ -163,8 +166,8 @@ def test_rows_of_other_libraries(trainer, package, make):
     one = trainer(
         prompts=operator.attrgetter(make)(library)(given),
         reward=lambda response, reference, row: float(row["question"] + reference in KNOWN),
-        training={"num_steps": 3},
-    )
+        training={"num_steps": 3}, **FEW_CHECKPOINTS,
+    )  # fmt: skip
     assert [step.scalars["reward/mean"] for step in one] == [1.0] * 3
     (file,) = one.config.data.files
     written = [json.loads(line) for line in pathlib.Path(file).read_text().splitlines()]

@@ -19,6 +19,7 @@ from semrl_jax.models.lora import A, B, Dropout
 from semrl_jax.models.sharding import PARTITION_SPECS, partition_spec
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
+from tests.fixtures import random_params
 from tests.models.conftest import make_pair
 
 CONFIG = models.DecoderConfig(
@@ -308,7 +309,7 @@ def test_every_field_of_peft_is_supported_or_refused(copied):
 
 
 def test_an_adapter_of_other_weights(saved, tmp_path):
-    models.save_directory(tmp_path / "base", POLICY.init(jax.random.key(7)), CONFIG, None)
+    models.save_directory(tmp_path / "base", random_params(POLICY, 7), CONFIG, None)
     files = peft.find_adapter(saved / "adapter")
     with pytest.raises(UserError, match="is an adapter of other weights than those of owner/base"):
         peft.load_adapter(files, CONFIG, tmp_path / "base", "owner/base")

@@ -12,6 +12,7 @@ from semrl_jax import models
 from semrl_jax.models.sharding import activation_spec
 from semrl_jax.planning import hlo
 from tests.cases import refused
+from tests.fixtures import random_params
 from tests.models.caches import widened
 
 MESHES = (
@@ -33,7 +34,7 @@ def policy():
 @pytest.mark.parametrize("shape", MESHES)
 def test_mesh_changes_results_only_by_rounding(policy, shape):
     mesh = models.make_mesh(shape)
-    params = policy.init(jax.random.key(0))
+    params = random_params(policy)
     ids = np.random.default_rng(0).integers(0, 48, (8, 12)).astype(np.int32)
     positions = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
     arguments = (ids, positions, np.ones_like(ids))
@@ -47,7 +48,7 @@ def test_mesh_changes_results_only_by_rounding(policy, shape):
 
 def test_parameters_are_split_not_replicated(policy):
     mesh = models.make_mesh({"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 2})
-    params = policy.init(jax.random.key(0))
+    params = random_params(policy)
     sharded = jax.device_put(params, models.parameter_shardings(params, mesh))
     kernel = sharded["layers"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size

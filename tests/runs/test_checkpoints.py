@@ -33,13 +33,16 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training.optimizer import Optimizer, make_optimizer
 from semrl_jax.training.train_state import DataPosition, everywhere, init_state, init_trained
 from tests.cases import raised, refused, slow_after
+from tests.fixtures import random_params
 from tests.training.recorded import record
 
 MESH = {"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
 RECORDED = pathlib.Path(record.__file__).parent
 
 
-def make_state(mesh_shape, seed=0, hidden_size=16):
+def make_state(mesh_shape=None, seed=0, hidden_size=16):
+    """On a mesh of all devices, or on one device, where a save takes a third of the time."""
+    one_device = jax.devices()[:1] if mesh_shape is None else None
     policy = models.Policy(
         models.DecoderConfig(
             vocab_size=24, hidden_size=hidden_size, intermediate_size=16, num_layers=1, num_heads=2,
@@ -51,8 +54,8 @@ def make_state(mesh_shape, seed=0, hidden_size=16):
         weight_decay=0.0, max_grad_norm=1.0,
     )  # fmt: skip
     return init_state(
-        policy.init(jax.random.key(seed)), optimizer, init_shaping_state(),
-        models.make_mesh(mesh_shape),
+        random_params(policy, seed), optimizer, init_shaping_state(),
+        models.make_mesh(mesh_shape or {}, one_device),
     )  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def assert_same(actual, expected):
 
 @pytest.fixture(scope="module")
 def state():
-    return make_state(MESH)
+    return make_state()
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +113,7 @@ def names(directory):
 
 
 @pytest.mark.slow
-def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp_path, state):
+def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp_path):
     def with_critic(state, mesh, value):
         params = models.with_head(jax.tree.map(lambda leaf: leaf + value, state.params), bias=value)
         critic = init_trained(params, Optimizer(*optax.sgd(1.0, momentum=0.9)), mesh)
@@ -118,7 +121,7 @@ def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp
         return state._replace(critic=critic, algorithm=algorithm)
 
     mesh, shape = models.make_mesh(MESH), {"replica": 2, "fsdp": 1, "sequence": 2, "tensor": 2}
-    whole = with_critic(state, mesh, 0.5)
+    whole = with_critic(make_state(MESH), mesh, 0.5)
     save(tmp_path, whole, (1,), keep=2)
     other = with_critic(make_state(shape, seed=1), models.make_mesh(shape), 0.25)
     restored, warnings = restore(tmp_path, other)
@@ -126,12 +129,15 @@ def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp
     assert_same(restored, at_step(whole, 1))
     for leaf, like in zip(jax.tree.leaves(restored.critic), jax.tree.leaves(other.critic)):
         assert leaf.sharding == like.sharding
-    refused(r"algorithm/kl_coefficient is float32.* there and missing", restore, tmp_path, state)
+    plain = make_state(MESH)
+    refused(r"algorithm/kl_coefficient is float32.* there and missing", restore, tmp_path, plain)
 
 
-def test_the_newest_checkpoint_is_restored_exactly_on_another_mesh(saved, state):
+def test_the_newest_checkpoint_is_restored_exactly_on_another_mesh(tmp_path):
+    state = make_state(MESH)
+    save(tmp_path, state, (1, 2), keep=2)
     other = make_state({"replica": 2, "fsdp": 1, "sequence": 2, "tensor": 2}, seed=1)
-    restored, warnings = restore(saved, other)
+    restored, warnings = restore(tmp_path, other)
     assert not warnings
     assert_same(restored, at_step(state, 2))
     kernel = restored.params["layers"]["up"]["kernel"]
@@ -403,7 +409,7 @@ def test_a_checkpoint_needs_the_manifest_of_every_process(saved, state):
 
 def test_a_checkpoint_of_another_architecture_is_a_user_error(saved):
     expected = r"params/embed/embedding is float32\[24, 16\] there and float32\[24, 32\] here"
-    refused(expected, restore, saved, make_state(MESH, hidden_size=32))
+    refused(expected, restore, saved, make_state(hidden_size=32))
 
 
 def test_a_checkpoint_with_other_names_is_a_user_error(saved, state):
@@ -446,7 +452,7 @@ def test_parameters_are_restored_from_both_kinds_of_checkpoints(saved, state, tm
     save_params(tmp_path / "0", expected)
     assert checkpoint_problem(tmp_path / "0") == ""
     jax.tree.map(np.testing.assert_array_equal, restore_params(tmp_path / "0", like), expected)
-    other = make_state(MESH, hidden_size=32).params
+    other = make_state(hidden_size=32).params
     refused("params/embed/embedding", restore_params, tmp_path / "0", other)
 
 

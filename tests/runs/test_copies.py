@@ -14,12 +14,10 @@ from semrl_jax.runs.workdir import check_early, check_workdir, open_workdir
 from tests.cases import refused
 from tests.runs.test_checkpoints import assert_same, at_step, make_state, names
 
-MESH = {"replica": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
-
 
 @pytest.fixture(scope="module")
 def state():
-    return make_state(MESH)
+    return make_state()
 
 
 @pytest.fixture

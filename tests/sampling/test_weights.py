@@ -9,7 +9,6 @@ import threading
 import time
 import types
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,6 +19,7 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.sampling.weights import Weights, send_together
 from semrl_jax.support.errors import Preempted
 from semrl_jax.types import SampleRequest, WeightVersion
+from tests.fixtures import random_params
 from tests.sampling.parts import ARCHITECTURE, sampler_of
 from tests.tiny import tiny_config
 
@@ -56,7 +56,7 @@ def short():
 
 def test_all_attempts_to_send_weights_share_one_deadline(pair, short):
     policy = models.Policy(ARCHITECTURE)
-    params, lines = policy.init(jax.random.key(0)), []
+    params, lines = random_params(policy), []
     samplers = [
         sampler_of(
             peers=peers, client=client, architecture=policy.config, config=short,
@@ -247,7 +247,7 @@ LORA = models.Lora(("query", "up"), 2, 4.0)
 
 @pytest.fixture(scope="module")
 def adapted():
-    base = models.Policy(ARCHITECTURE).init(jax.random.key(0))
+    base = random_params(models.Policy(ARCHITECTURE))
     return models.adapted(LORA.init(base, 1), LORA.base(base))
 
 

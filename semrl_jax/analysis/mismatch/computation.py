@@ -259,20 +259,30 @@ def seen_within(num_tokens: int, window: int | None) -> Bool[Array, "1 N N"]:
 
 def layer_params(config: DecoderConfig, params: Params, index: int) -> Params:
     """The parameters of one layer, of those modules that it has, with adapters merged."""
-    found = {}
+    whole, places = {}, {}
     for module, leaves in params["layers"].items():
         place = config.place(module, index)
         if place is None or (module in (*DENSE_MODULES, *EXPERT_MODULES) and not leaves):
             continue
-        whole = {name: stored(params, ("layers", module, name)) for name in leaves}
-        own = {name: _at(leaf, place) for name, leaf in whole.items() if name not in (A, B)}
-        found[module] = {name: merged(leaf) for name, leaf in own.items()}
-    return found
+        names = [name for name in leaves if name not in (A, B)]
+        whole[module] = {name: stored(params, ("layers", module, name)) for name in names}
+        places[module] = np.int32(place)
+    on_device = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(whole))
+    # Arrays on the host: only the parts of the layer go to the device.
+    return _at(whole, places) if on_device else _at.__wrapped__(whole, places)
 
 
-def _at(leaf: Any, place: int) -> Any:
-    """The part of one layer of a stacked tensor, which may have an adapter."""
-    return jax.tree.map(lambda x: jnp.asarray(x[place]), leaf)
+@jax.jit
+def _at(modules: Mapping[str, Any], places: Mapping[str, Int[Array, ""]]) -> Params:
+    """The parts of one layer of stacked tensors; those with an adapter are merged."""
+
+    def part(leaf, place):
+        return merged(jax.tree.map(lambda x: jnp.asarray(x[place]), leaf))
+
+    return {
+        module: {name: part(leaf, places[module]) for name, leaf in leaves.items()}
+        for module, leaves in modules.items()
+    }
 
 
 def output_matrix(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
@@ -280,6 +290,7 @@ def output_matrix(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
     return params["embed"]["embedding"] if config.tie_embeddings else params["head"]["kernel"].T
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def rounded(x: Array, dtype: str) -> Array:
     """Float32 values of another dtype; "float8" and "int8" have one scale for the tensor, and
     "float8/channel" and "int8/channel" one for each output.

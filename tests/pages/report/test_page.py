@@ -45,6 +45,12 @@ def run(config, tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("runs") / "run", config, starts=(0, 0, 6))
 
 
+@pytest.fixture(scope="module")
+def short_run(config, tmp_path_factory):
+    """For many pages: a run with one file of each kind."""
+    return make_run(tmp_path_factory.mktemp("runs") / "run", config, num_steps=1)
+
+
 def test_the_page_has_the_curves_responses_and_settings(run):
     write_report(run)
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -239,7 +245,8 @@ OTHER_TYPES = {
 
 
 @pytest.mark.parametrize("kind", OTHER_TYPES)
-def test_columns_of_another_type_are_shown_or_the_file_is_named(run, kind):
+def test_columns_of_another_type_are_shown_or_the_file_is_named(short_run, kind):
+    run = short_run
     file = run / "rollouts" / "step_000099.parquet"
     table = pq.read_table(run / "rollouts" / "step_000000.parquet")
     try:
