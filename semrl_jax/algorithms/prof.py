@@ -35,10 +35,12 @@ class Options(Objective):
 
     epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
     threshold: float = setting(0.0, "rewards above are positive")
-    num_removed: int = setting(4, "responses of each group that are not trained on", at_least=0)
+    num_removed: int = setting(
+        4, "of each group, which are not trained on", "responses", at_least=0
+    )
     step_penalty: float = setting(10.0, "of a response with too few or too many steps", at_least=0)
-    min_steps: int = setting(2, "steps of a response without penalty", at_least=0)
-    max_steps: int = setting(30, "steps of a response without penalty", at_least=1)
+    min_steps: int = setting(2, "fewest steps of a response without penalty", at_least=0)
+    max_steps: int = setting(30, "most steps of a response without penalty", at_least=1)
 
     def __post_init__(self):
         super().__post_init__()
