@@ -148,20 +148,24 @@ class Algorithm:
     def check_rewards(
         self,
         rewards: Float[np.ndarray, "P G"],
-        of_spans: Sequence[Float[np.ndarray, " _"]] | None = None,
+        of_spans: Sequence[Float[np.ndarray, " _"] | None] | None = None,
     ) -> None:
-        """UserError if the rewards of a batch have no meaning for the algorithm."""
+        """UserError if the rewards of a batch have no meaning for the algorithm.
+
+        `of_spans`: of the turns or steps of each response, None where nobody judged them.
+        """
+        judged = [found for found in of_spans or () if found is not None]
         name = f"algorithms.name={self.module.__name__.rpartition('.')[2]!r}"
-        least = min(array.min(initial=0.0) for array in (rewards, *(of_spans or ())))
+        least = min(array.min(initial=0.0) for array in (rewards, *judged))
         if self.needs.positive_rewards and least < 0:
             raise UnusableRewards(
                 f"a response or turn has the reward {least:g}, but {name} is for rewards of at "
                 "least 0; change the rewards, or choose another algorithm."
             )
-        if self.needs.spans and not any(map(len, of_spans or ())):
+        if self.needs.spans and not judged:
             raise UnusableRewards(
-                f"{name} needs rewards of steps, but none of the {rewards.size} responses of the "
-                "batch has one; return `steps` (docs/verifiers.md), or choose another algorithm."
+                f"{name} needs rewards of steps, but no response of the batch has `steps` of its "
+                "reward function (docs/verifiers.md); return them, or choose another algorithm."
             )
 
     def advantages(

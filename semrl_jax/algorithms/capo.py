@@ -54,7 +54,9 @@ def advantages(
     options: Options,
 ) -> Float[Array, "B T"]:
     outcome = rewards.astype(jnp.float32).reshape(-1, 1)
-    of_steps = _of_steps(passes.spans.rewards, turn_begins(response_mask, passes.spans))
+    # Steps of context, such as of the prefix of a branch, are not the policy's.
+    own = jnp.where(response_mask, passes.spans.rewards, 0.0)
+    of_steps = _of_steps(own, turn_begins(response_mask, passes.spans))
     total = options.outcome_weight * outcome + options.process_weight * of_steps
     groups = (rewards.shape[0], -1, response_mask.shape[1])
     found = jax.vmap(whiten)(total.reshape(groups), response_mask.reshape(groups))

@@ -3,11 +3,12 @@
 A = (r - mean) / (std + epsilon), mean and sample standard deviation over the kept responses of the
 group; the others are not trained on
 
-v = y (2 / number of steps) (sum of s - mean step) - step_penalty [fewer than min_steps or more than
-max_steps], s the [rewards of its steps](verifiers.md#rewards-of-steps), mean step over the batch, y
-= 1 if r > threshold (correct), else -1. Each group loses num_removed responses: n of the c correct
-and the others of the w wrong ones, n = (c - w + num_removed) / 2, rounded half to even and from 0
-to num_removed, so that as many of both are left. The responses with the lowest v of each kind go.
+v = 2 y (mean of s - mean step) - step_penalty [fewer than min_steps or more than max_steps], s the
+[rewards of its steps](verifiers.md#rewards-of-steps), mean step over the batch, y = 1 if r >
+threshold (correct), else -1; without steps, the first term is 0. Each group loses num_removed
+responses: n of the c correct and the others of the w wrong ones, n = (c - w + num_removed) / 2,
+rounded half to even and from 0 to num_removed, so that as many of both are left. The responses with
+the lowest v of each kind go.
 
 Source: arXiv:2509.03403 (PROF) and its code (amazon-science/PROF-GRPO, prof_grpo_both), 8 responses
 a group. A process reward model gives s there, from 0 to 1; here a reward function does.

@@ -152,7 +152,8 @@ def _read(result: Any, response: str) -> Verdict:
             raise NonsenseError(
                 f"extracted has {len(extracted)} characters; at most {MAX_EXTRACTED_CHARS} are kept"
             )
-    steps = _steps(fields.get("steps", ()), len(response))
+    steps = fields.get("steps")
+    steps = None if steps is None else _steps(steps, len(response))
     return Verdict(score, bool(correct), bool(boxed), extracted, steps=steps)
 
 

@@ -28,8 +28,8 @@ class Verdict:
     # With several functions or verdicts, the score of each by its name, without its weight.
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     # For each step of the response: the number of characters up to its end, which grows from one
-    # step to the next, and its reward.
-    steps: tuple[tuple[int, float], ...] = ()
+    # step to the next, and its reward; None: the function judges no steps.
+    steps: tuple[tuple[int, float], ...] | None = None
 
     @property
     def error_kind(self) -> str:
@@ -91,14 +91,14 @@ def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Ver
             errors.append(": ".join(filter(None, (kind, function.name, rest))))
     steps: collections.Counter[int] = collections.Counter()
     for function, verdict in zip(functions, verdicts, strict=True):
-        for end, reward in verdict.steps:
+        for end, reward in verdict.steps or ():
             steps[end] += _bounded(function.weight * reward, [])
     return dataclasses.replace(
         verdicts[0],
         score=_bounded(total, errors),
         error="; ".join(errors),
         parts={f.name: verdict.score for f, verdict in zip(functions, verdicts, strict=True)},
-        steps=tuple(sorted(steps.items())),
+        steps=None if all(v.steps is None for v in verdicts) else tuple(sorted(steps.items())),
     )
 
 

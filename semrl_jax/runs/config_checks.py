@@ -364,6 +364,7 @@ def _check_hints(config: ml_collections.ConfigDict) -> None:
          "it would count prompts with hints as solved; leave one of them out"),
         ("data.teacher_input", data.teacher_input, not data.teacher_input, of_prompts),
         ("model.references", config.model.references, not config.model.references, of_prompts),
+        ("rewards.model.tokenizer", "own", config.rewards.model.tokenizer != "own", of_prompts),
         ("algorithms.name", config.algorithms.name, not needs.prompt_state, of_prompts),
     ):  # fmt: skip
         if not is_fine:
@@ -390,6 +391,9 @@ def _check_branching(config: ml_collections.ConfigDict) -> None:
          of_parts),
         ("rollout.frequency_penalty", rollout.frequency_penalty, not rollout.frequency_penalty,
          of_parts),
+        ("algorithms.advantage.credit", "turn",
+         rule.options.trains_prefix or config.algorithms.advantage.credit != "turn",
+         "the turns of a branch and of a whole response differ; set 'episode', or trains_prefix=1"),
         ("metrics.placement", "rollout",
          config.metrics.placement == "trainer" or config.hidden_states.source != "rollout",
          "set it to 'trainer': a replica sees a part alone"),
@@ -508,8 +512,8 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _check_references(config: ml_collections.ConfigDict) -> None:
-    """The replicas of references are not those that sample, and have memory of their own."""
+def check_reference_addresses(config: ml_collections.ConfigDict) -> None:
+    """UserError if a replica of a reference also samples."""
     named = reference_models(config.model).values()
     for address in itertools.chain(*(each.addresses for each in named)):
         if address in config.rollout.addresses:
@@ -517,6 +521,11 @@ def _check_references(config: ml_collections.ConfigDict) -> None:
                 f"model.reference_addresses and rollout.addresses both name {address!r}; a replica "
                 "has one model: start another one."
             )
+
+
+def _check_references(config: ml_collections.ConfigDict) -> None:
+    check_reference_addresses(config)
+    named = reference_models(config.model).values()
     is_away = bool(named) and all(each.addresses for each in named)
     if is_away and config.model.reference_path and "reference" in config.training.offload:
         raise UserError(

@@ -19,7 +19,7 @@ from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.replicas import is_embedded
-from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
+from semrl_jax.settings.rollout import longest_prompt, num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.update_memory import PerParameter, update_parts
@@ -231,7 +231,9 @@ def memory_parts(
         keys = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
         shards = engine.size // engine.shape["tensor"]
         prompts, group = rows_of_slots(rollout, training.responses_per_step, shards)
-        columns = prompts * (rollout.max_prompt_tokens + group * rollout.max_response_tokens)
+        # The prompt of a branch ends with its prefix.
+        of_prompt = longest_prompt(config) if rollout.branching else rollout.max_prompt_tokens
+        columns = prompts * (of_prompt + group * rollout.max_response_tokens)
         parts[REPLICA] = size / engine.shape["tensor"]
         parts[CACHE] = width(config.model.compute_dtype) * keys * columns / engine.size
     return parts

@@ -45,7 +45,7 @@ from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.config_checks import method_line, remarks, validate
+from semrl_jax.runs.config_checks import check_reference_addresses, method_line, remarks, validate
 from semrl_jax.runs.export import Exporter
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import check_room, least_parts
@@ -160,6 +160,8 @@ def check_inputs(
     policy, tokenizer = build_policy(config)
     end_tokens = end_token_ids(config, tokenizer)
     check_model_limits(config, policy.config, tokenizer)
+    if algorithm.needs.spans and not config.environment.name:
+        data.TokenBytes(tokenizer)  # finds the tokens in which steps end, or says that it cannot
     if config.rollout.router_replay and not policy.config.routed_experts:
         raise UserError(
             f"rollout.router_replay=True replays the choice of experts, and a model of model_type="
@@ -195,6 +197,11 @@ def check_inputs(
                 f"{config.algorithms.name!r} with these settings has no reference; remove it, or "
                 "set algorithms.loss.kl_coefficient above 0."
             )
+    if config.rewards.shuffle and algorithm.needs.spans:
+        raise UserError(
+            f"rewards.shuffle=True and algorithms.name={config.algorithms.name!r}: steps have "
+            "rewards of their own, which other responses have no place for; set it to False."
+        )
     if "reference" in config.training.offload and plan.reference == NONE:
         raise UserError(
             f"training.offload={tuple(config.training.offload)}: algorithms.name="
@@ -266,9 +273,11 @@ def check_inputs(
     if path := config.critic.path:
         of_policy = config, policy, tokenizer, mesh
         critic, critic_directory, _ = find_value_model("critic.path", path, *of_policy)
+    check_reference_addresses(config)  # again: `rollout.addresses_file` has been read
     references = find_references(config, policy, tokenizer, mesh)
     check_sources(references, prompts, report)
-    teachers = [files.model.config for files in references.values()] or [policy.config]
+    teachers = [files.model.config for files in references.values()]
+    teachers += [policy.config] * ("" not in references)
     return Inputs(
         algorithm=algorithm,
         plan=plan,

@@ -25,17 +25,16 @@ def group_rewards(
 
 def span_rewards(
     scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict, step: int
-) -> list[Float[np.ndarray, " _"]]:
+) -> list[Float[np.ndarray, " _"] | None]:
     """Rewards of the turns or steps of each response, permuted like `group_rewards`.
 
-    None of a response without an environment and steps, or whose environment failed: its reward is
-    that of its last turn.
+    None for a response whose steps nobody judged, or whose environment failed: its reward is that
+    of its last turn.
     """
-    nothing = np.zeros(0, np.float32)
     rewards = []
     for rollout in (item.rollout for item in scored):
         found = rollout.step_rewards if rollout.turn_rewards is None else rollout.turn_rewards
-        rewards.append(nothing if found is None or rollout.environment_error else found)
+        rewards.append(None if rollout.environment_error else found)
     return [rewards[index] for index in _order(len(rewards), config, step)]
 
 

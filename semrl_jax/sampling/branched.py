@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
@@ -62,7 +63,10 @@ class Branched:
 
     def __post_init__(self):
         self._texts = dict.fromkeys(self.tokenizer.all_special_ids, "")
-        self._bytes = data.TokenBytes(self.tokenizer)
+
+    @functools.cached_property
+    def _bytes(self) -> data.TokenBytes:
+        return data.TokenBytes(self.tokenizer)
 
     def play(self, draw: Draw, ask: Ask, clock: Clock) -> Iterator[Rollout]:
         num_whole = self.rule.num_whole(self.group_size)

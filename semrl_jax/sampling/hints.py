@@ -16,7 +16,6 @@ cuts prompts that are too long at their beginning; and it samples without hints 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +24,9 @@ import numpy as np
 from jaxtyping import Int
 
 from semrl_jax import data
-from semrl_jax.data.templates import prompt_renderer
+from semrl_jax.data.rewording import reworded
 from semrl_jax.sampling.requests import Draw, stream_seed
-from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.scoring import Scored, num_sampled_tokens
 from semrl_jax.types import SampleRequest
 
 _HINTS = 0x417  # second number of their seeds
@@ -45,18 +44,10 @@ class Hints:
         if not example.given:
             return None
         solution = self.tokenizer.decode(example.given[0], skip_special_tokens=True)
-        texts = {
-            "input": example.question or example.prompt,
-            "hint": solution[: round(share * len(solution))],
-        }
-        settings, template = self.config.data, example.template if example.question else "plain"
-        # In one pass: a question may hold {hint} itself.
-        text = re.sub(r"\{(input|hint)\}", lambda found: texts[found[1]], settings.hint_input)
-        render = prompt_renderer(template, self.tokenizer, system_prompt=settings.system_prompt)
-        prefix = data.special_prefix(self.tokenizer, template, settings.add_special_tokens)
-        (ids,) = data.encode(self.tokenizer, render([text]), prefix)
-        is_short = len(ids) <= self.config.rollout.max_prompt_tokens
-        return np.array(ids, np.int32) if is_short else None
+        values = [{"hint": solution[: round(share * len(solution))]}]
+        settings = self.config.data
+        (ids,) = reworded(settings.hint_input, [example], values, self.tokenizer, settings)
+        return ids if len(ids) <= self.config.rollout.max_prompt_tokens else None
 
     def answered(
         self,
@@ -72,7 +63,7 @@ class Hints:
           examples: prompts by group.
           sample: samples requests of whole groups, and scores the responses.
         """
-        num_rounds = self.config.rollout.hint_rounds
+        num_rounds, num_dropped = self.config.rollout.hint_rounds, 0
         for number in range(1, num_rounds + 1):
             solved = {item.rollout.group_id for item in scored if item.verdict.correct}
             share = number / (num_rounds + 1)
@@ -92,9 +83,11 @@ class Hints:
             ]
             if requests:
                 found = _with_share(sample(requests), share)
-                rest = [i for i, item in enumerate(scored) if item.rollout.group_id not in prompts]
-                scored = Scored.joined([scored.take(rest), found]).in_order()
-        return scored
+                is_kept = np.array([item.rollout.group_id not in prompts for item in scored])
+                num_dropped += num_sampled_tokens(scored.take(np.flatnonzero(~is_kept)))
+                kept = scored.take(np.flatnonzero(is_kept))
+                scored = Scored.joined([kept, found]).in_order()
+        return dataclasses.replace(scored, num_dropped=num_dropped)
 
 
 def _with_share(scored: Scored, share: float) -> Scored:

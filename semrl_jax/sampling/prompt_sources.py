@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,10 +101,15 @@ def _with_worked_responses(
     if not (rollout.given_responses or rollout.hint_rounds):
         return prompts
     texts = [arithmetic.worked_response(problems[example.index]) for example in prompts.examples]
-    given = data.encode_given(tokenizer, texts, rollout.max_response_tokens)
+    given = data.encode_given(tokenizer, texts, _longest_given(rollout))
     pairs = zip(prompts.examples, given, strict=True)
     examples = tuple(dataclasses.replace(example, given=(ids,)) for example, ids in pairs)
     return dataclasses.replace(prompts, examples=examples)
+
+
+def _longest_given(rollout: ml_collections.ConfigDict) -> int:
+    """The most tokens of a given response; the solutions of hints have no limit."""
+    return rollout.max_response_tokens if rollout.given_responses else sys.maxsize
 
 
 def prompts_of_files(
@@ -135,7 +141,7 @@ def prompts_of_files(
         system_prompt=config.data.system_prompt,
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
+        max_response_tokens=_longest_given(config.rollout),
         keep_questions=config.rewards.model.tokenizer == "own"
         or bool(config.data.teacher_input or config.rollout.hint_rounds),
         skip_bad_rows=config.data.skip_bad_rows,

@@ -97,7 +97,12 @@ def open_reference(
 
     def check(replica: ReplicaDescription) -> None:
         needed = longest_prompt + rollout.max_response_tokens - 1
-        if replica.max_prompt_tokens < needed or replica.max_prompts < SEQUENCES_PER_CALL:
+        if replica.max_prompts < SEQUENCES_PER_CALL:
+            raise UserError(
+                f"replica {replica.replica_id} takes {replica.max_prompts} sequences per call, and "
+                f"a reference needs {SEQUENCES_PER_CALL}."
+            )
+        if replica.max_prompt_tokens < needed:
             raise UserError(
                 f"replica {replica.replica_id} reads max_prompt_tokens={replica.max_prompt_tokens}"
                 f", but a prompt and response may have {needed} before the last token; start it "

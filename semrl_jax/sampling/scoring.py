@@ -45,6 +45,7 @@ class Scored(Sequence[ScoredRollout]):
     metrics: Metrics = dataclasses.field(default_factory=dict)  # [B] values and validities by key
     # Float32 means of the hidden states, of each measured layer; None if a response has none.
     mean_states: Float[np.ndarray, "B L D"] | None = None
+    num_dropped: int = 0  # tokens that were sampled for these, and are not trained on
 
     @classmethod
     def of(cls, items: Sequence[ScoredRollout]) -> Scored:
@@ -152,10 +153,11 @@ class Scored(Sequence[ScoredRollout]):
         return found
 
 
-def num_sampled_tokens(scored: Sequence[ScoredRollout]) -> int:
+def num_sampled_tokens(scored: Scored) -> int:
     """Response tokens that the policy sampled."""
     sampled = (item.rollout for item in scored if not item.rollout.is_given)
-    return sum(int(rollout.response_mask[rollout.num_prefix :].sum()) for rollout in sampled)
+    kept = sum(int(rollout.response_mask[rollout.num_prefix :].sum()) for rollout in sampled)
+    return kept + scored.num_dropped
 
 
 def _turn_characters(rollout: Rollout, text: Callable[[np.ndarray], str]) -> list[int]:
@@ -207,14 +209,18 @@ def _turn_metrics(turns: Sequence[Measured]) -> dict[str, Float[np.ndarray, " _"
 
 def with_steps(item: ScoredRollout, step_ends: StepEnds | None) -> ScoredRollout:
     """Moves the steps of the verdict to the rollout; those that end in one token become one."""
-    if not item.verdict.steps:
+    rollout, steps = item.rollout, item.verdict.steps
+    if steps is None:
         return item
-    rollout, (ends, rewards) = item.rollout, zip(*item.verdict.steps)
-    if step_ends is not None and len(rollout.response_ids):
-        places, of_steps = np.unique(step_ends(rollout, item.response, ends), return_inverse=True)
-        sums = np.bincount(of_steps, rewards).astype(np.float32)
+    if step_ends is not None:
+        places, sums = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        if steps and len(rollout.response_ids):
+            ends, rewards = zip(*steps)
+            ends = step_ends(rollout, item.response, ends)
+            places, of_steps = np.unique(ends, return_inverse=True)
+            sums = np.bincount(of_steps, rewards).astype(np.float32)
         rollout = dataclasses.replace(rollout, step_ends=places, step_rewards=sums)
-    verdict = dataclasses.replace(item.verdict, steps=())
+    verdict = dataclasses.replace(item.verdict, steps=None)
     return dataclasses.replace(item, rollout=rollout, verdict=verdict)
 
 

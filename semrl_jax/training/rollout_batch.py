@@ -99,13 +99,14 @@ def _positions(conversations: Int[np.ndarray, " T"], num_prompt: int) -> Int[np.
 def credited_tokens(
     batch: RolloutBatch,
     scored: Sequence[ScoredRollout],
-    of_spans: Sequence[Float[np.ndarray, " _"]] | None = None,
+    of_spans: Sequence[Float[np.ndarray, " _"] | None] | None = None,
     prompts: Int[np.ndarray, " P"] | None = None,
 ) -> Tokens:
     """What `assign_credit` reads of a batch.
 
     Args:
-      of_spans: rewards of the turns or steps of each response, if they are needed.
+      of_spans: rewards of the turns or steps of each response, if they are needed; None for a
+        response that has none.
       prompts: numbers of the prompts of the groups, if they are needed.
     """
     mask = batch.response_mask
@@ -115,6 +116,8 @@ def credited_tokens(
         return tokens
     spans = Spans(np.zeros(mask.shape, np.float32), np.zeros(mask.shape, bool))
     for row, (item, own, rewards) in enumerate(zip(scored, mask, of_spans, strict=True)):
+        if rewards is None:
+            continue
         ends = item.rollout.step_ends
         if ends is None:
             ends = np.flatnonzero(np.diff(own, append=False) & own)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 import ml_collections
@@ -11,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from semrl_jax import data
-from semrl_jax.data.templates import prompt_renderer
+from semrl_jax.data.rewording import reworded
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.models import DecoderConfig
 from semrl_jax.support.errors import UserError
@@ -44,17 +43,10 @@ class TeacherPrompts:
         if not text:
             return None
         found: dict[bytes, Int[np.ndarray, " _"]] = {}
-        first = prompts.examples[0]
-        template = first.template if first.question else "plain"  # else the prompt has it already
-        render = prompt_renderer(template, tokenizer, system_prompt=settings.system_prompt)
-        prefix = data.special_prefix(tokenizer, template, settings.add_special_tokens)
-        questions = [
-            _filled(text, input=example.question or example.prompt, answer=example.answer)
-            for example in prompts.examples
-        ]
-        encoded = data.encode(tokenizer, render(questions), prefix)
-        for example, ids in zip(prompts.examples, encoded, strict=True):
-            found.setdefault(data.prompt_key(example.prompt_ids), np.array(ids, np.int32))
+        values = [{"answer": example.answer} for example in prompts.examples]
+        all_ids = reworded(text, prompts.examples, values, tokenizer, settings)
+        for example, ids in zip(prompts.examples, all_ids, strict=True):
+            found.setdefault(data.prompt_key(example.prompt_ids), ids)
         longest = max(map(len, found.values()))
         most = longest + config.rollout.max_response_tokens
         limits = {"the model's context": architecture.max_position_embeddings}
@@ -93,8 +85,3 @@ class TeacherPrompts:
             for name, values in after.items()
         }
         return batch._replace(**joined, routed_experts=None)  # they are of other prompts
-
-
-def _filled(text: str, **values: str) -> str:
-    """The text with {name} replaced, in one pass: a value may hold {name} itself."""
-    return re.sub(r"\{(input|answer)\}", lambda found: values[found[1]], text)

@@ -84,6 +84,21 @@ def test_capo_lowers_the_tokens_of_a_wrong_step_alone():
     assert np.ptp(plain, axis=1).max() == 0 and plain[0, 0] > 0 > plain[1, 0]
 
 
+def test_capo_leaves_steps_of_context_out():
+    """A branch has the steps of its prefix, which another response has written."""
+    mask, rewards = np.ones((2, 4), bool), np.array([[1, 0]], np.float32)
+    mask[1, :2] = False
+    ends = np.array([[False] * 4, [False, True, False, True]])
+    found = [
+        advantages_of("capo")(rewards, mask, Passes(spans=Spans(of_steps, ends)))
+        for of_steps in (
+            np.float32([[0] * 4, [0, -1, 0, -1]]),
+            np.float32([[0] * 4, [0, 0, 0, -1]]),
+        )
+    ]
+    np.testing.assert_array_equal(*found)
+
+
 def test_capo_of_equal_rewards_has_no_advantage():
     case = Case(0, 4)
     case.rewards[:], case.at_ends[:] = 0.1, 0
@@ -166,10 +181,11 @@ def test_removed_responses_are_not_trained_on(config):
         assert not np.asarray(found.advantages)[~kept[:, 0]].any()
 
 
-def test_a_batch_without_steps_ends_the_run():
+def test_a_function_without_steps_ends_the_run():
     for name in ("capo", "prof"):
-        message = f"algorithms.name='{name}' needs rewards of steps, but none of the 8 responses"
-        refused(message, algorithm(name).check_rewards, np.ones((2, 4)), [np.zeros(0)] * 8)
+        message = f"algorithms.name='{name}' needs rewards of steps, but no response of the batch"
+        refused(message, algorithm(name).check_rewards, np.ones((2, 4)), [None] * 8)
+        algorithm(name).check_rewards(np.ones((2, 4)), [np.zeros(0)] * 8)  # no step was found
         check_functions(algorithm(name), group_size=8)
         with pytest.raises(UserError, match=r"advantage\.credit='turn' must be 'episode': the al"):
             algorithm(name, credit="turn")

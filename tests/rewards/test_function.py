@@ -104,7 +104,8 @@ def test_steps_are_plain_pairs():
     verdict = as_verdict({"score": 1, "steps": steps}, "text")
     assert verdict.steps == ((1, 0.5), (4, -1.0))
     assert [type(value) for step in verdict.steps for value in step] == [int, float] * 2
-    assert as_verdict(verdict, "text") == verdict and as_verdict(1, "text").steps == ()
+    assert as_verdict(verdict, "text") == verdict and as_verdict(1, "text").steps is None
+    assert as_verdict({"score": 1, "steps": []}, "text").steps == ()
     many = [(end, 0.0) for end in range(1, MAX_STEPS + 2)]
     assert len(as_verdict({"score": 1, "steps": many[1:]}, "x" * len(many)).steps) == MAX_STEPS
     with pytest.raises(NonsenseError, match=f"at most {MAX_STEPS} pairs"):

@@ -429,6 +429,9 @@ CONTRADICTIONS = [
     (HINTS, "data.hint_input", "{input}", "must have {input} and {hint}"),
     (HINTS, "data.given_field", "solution", "name the field of data.files that has solutions"),
     (HINTS, "algorithms.name", "single_stream", "it knows prompts without hints; leave one of"),
+    (HINTS, "model.references", ("a=x",), "it knows prompts without hints; leave one of"),
+    (HINTS, "rewards.model.tokenizer", "own", "it knows prompts without hints; leave one of"),
+    (BRANCHES, "algorithms.advantage.credit", "turn", "differ; set 'episode', or trains_prefix=1"),
     (
         HINTS | {"rollout.max_staleness": 2},
         "rollout.in_flight",

@@ -13,7 +13,7 @@ from semrl_jax.sampling.batch_scalars import batch_scalars
 from semrl_jax.sampling.hints import Hints
 from semrl_jax.sampling.prompt_sources import training_prompts
 from semrl_jax.sampling.requests import training_draw
-from semrl_jax.sampling.scoring import Scored, ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens
 from tests.fixtures import make_scored
 from tests.tiny import tiny_config
 
@@ -83,6 +83,9 @@ def test_failed_groups_read_a_quarter_a_half_and_three_quarters_of_the_solution(
     keys = [(item.rollout.group_id, item.rollout.sample_index) for item in found]
     assert keys == [(group, sample) for group in groups for sample in range(SIZE)]
     assert [item.rollout.hint for item in found] == [0.0] * 4 + [0.5] * 4 + [0.75] * 4
+    # Two groups were sampled once more than is trained on, and the last group twice more.
+    of_response = len(found[0].rollout.response_ids)
+    assert num_sampled_tokens(found) == (12 + 8 + 8 + 4) * of_response
     by_key = {(r.group_id, r.sample_index): r for r in (*draw.requests, *calls[1], *calls[2])}
     for item, value in zip(found, found.metrics[KEY].value, strict=True):
         request = by_key[item.rollout.group_id, item.rollout.sample_index]

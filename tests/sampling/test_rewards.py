@@ -43,7 +43,7 @@ def test_the_majority_of_a_group_is_rewarded(config):
 
 
 def test_turns_and_steps_go_where_the_rewards_of_their_responses_go(config):
-    """A response without an environment and steps, or whose environment failed, has none."""
+    """None for a response without an environment and steps, or whose environment failed."""
     scored = []
     for index in range(16):
         item = make_scored(index, score=float(index))
@@ -57,7 +57,8 @@ def test_turns_and_steps_go_where_the_rewards_of_their_responses_go(config):
     for config.rewards.shuffle in (False, True):
         found = span_rewards(scored, config, 3)
         for index, rewards in zip(group_rewards(scored, config, 3).ravel().astype(int), found):
-            assert rewards.tolist() == [index] * (0 if index in (2, 3) else 1 + index % 3)
+            assert (rewards is None) == (index in (2, 3))
+            assert rewards is None or rewards.tolist() == [index] * (1 + index % 3)
 
 
 def test_the_penalty_grows_over_the_buffer():

@@ -77,7 +77,7 @@ def test_the_wait_for_verdicts_is_timed():
 
 
 def test_steps_are_of_tokens_and_their_rewards_are_logged():
-    """Steps that end in one token become one; a response without tokens has none."""
+    """Steps that end in one token become one; a response in which none is found has no rewards."""
 
     class Judge:
         def submit(self, response, reference, row):
@@ -104,12 +104,12 @@ def test_steps_are_of_tokens_and_their_rewards_are_logged():
     assert judged.rollout.step_rewards.tolist() == [0.5, -0.75]
     assert judged.rollout.step_rewards.dtype == np.float32
     assert judged.verdict == dataclasses.replace(UNGRADED, score=1.0)
-    assert plain.rollout.step_ends is None
+    assert plain.rollout.step_ends.size == plain.rollout.step_rewards.size == 0
     scalars = batch_scalars(Scored.of([judged, plain]), np.ones((1, 2), np.float32))
     assert scalars["response/steps/mean"] == 1.0
     assert scalars["response/step_reward/mean"] == -0.125
     (judged, _) = score(rollouts)
-    assert judged.rollout.step_ends is None and judged.verdict.steps == ()
+    assert judged.rollout.step_ends is None and judged.verdict.steps is None
 
 
 @pytest.mark.slow

@@ -395,9 +395,11 @@ class VllmEngine(Engine):
             ids = np.array(output.token_ids[:num_kept], np.int32)
             rows = self._rows(kinds, slot, tag, len(prompt), len(ids))
         # [T, 1]: of the sampled token. With entropies [T, 21]: of the likeliest tokens, too.
-        found_logprobs = np.array(output.logprobs.logprobs if len(ids) else (), np.float32)
-        found_logprobs = found_logprobs.reshape(len(output.token_ids), -1)[: len(ids)]
-        logprobs = found_logprobs[:, 0] if len(ids) else np.zeros(0, np.float32)
+        found_logprobs = np.zeros((0, 1), np.float32)
+        if len(ids):
+            found_logprobs = np.array(output.logprobs.logprobs, np.float32)
+            found_logprobs = found_logprobs.reshape(len(output.token_ids), -1)[: len(ids)]
+        logprobs = found_logprobs[:, 0]
         assert len(logprobs) == len(ids), "one log-probability per token was asked for"
         reason = _finish_reason(output, sampling)
         if num_kept is not None:  # by a stop string
