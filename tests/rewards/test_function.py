@@ -76,7 +76,7 @@ class Cheat(Verdict):
         {"score": 1.0, Unprintable(): 1}, object.__new__(Cheat),
         {"score": 1.0, "extracted": "x" * (MAX_EXTRACTED_CHARS + 1)},
         *({"score": 1.0, "steps": steps} for steps in (
-            None, 3, "12", [3], [(3,)], [(3, 0.5, 1)], [(0, 0.5)], [(5, 0.5)], [(1.0, 0.5)],
+            3, "12", [3], [(3,)], [(3, 0.5, 1)], [(0, 0.5)], [(5, 0.5)], [(1.0, 0.5)],
             [(2, 0.5), (2, 0.5)], [(3, 0.5), (1, 0.5)], [(1, float("nan"))], [(1, None)],
             [(1, 2e9)],
         )),
