@@ -125,7 +125,8 @@ def test_the_page_on_run_directories_names_every_file_and_column(warm_run):
             seen.add(name)
     of_commands = {"question", "problem_type", "row", "rollout_raw_logprobs"}
     of_settings = {"score/<name>", "response_mask", "conversations", "series/<metric>"}
-    of_settings |= {name for name in types if name.startswith("turn_")}
+    of_settings |= {name for name in types if name.startswith(("turn_", "step_"))}
+    of_settings |= {"parent", "num_prefix", "hint"}
     of_settings |= set(OF_RECORDS)
     assert types.keys() - seen == of_commands | of_settings
 
