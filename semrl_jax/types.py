@@ -303,7 +303,8 @@ class Rollout:
         most the entropy. 0 at context. None if not requested.
       parent: sample index of the response of its group whose first `num_prefix` tokens it begins
         with; -1 if it was sampled from its prompt. See `sampling.branching`.
-      hint: share of a solution that its prompt has, see `sampling.hints`.
+      hint: share of a solution that its prompt has, see `sampling.hints`; None in runs without
+        hints.
     """
 
     sample_id: str
@@ -339,7 +340,7 @@ class Rollout:
     entropies: Float[np.ndarray, " T"] | None = None
     parent: int = -1
     num_prefix: int = 0
-    hint: float = 0.0
+    hint: float | None = None
 
     def __post_init__(self):
         if self.response_mask is None:

@@ -33,6 +33,11 @@ def raises(response, reference):
     raise KeyError(reference)
 
 
+def raises_without_box(response, reference):
+    """A score of the reference in its box, so that a run starts; fails on every other response."""
+    return {"score": response.index("\\boxed"), "correct": True}
+
+
 def by_row(response, reference, row):
     """A score from the row of the problem, and one that differs between responses."""
     return {"score": row["bonus"] + float(len(response) % 7), "correct": row["solvable"]}

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.gae import whiten
-from semrl_jax.algorithms.objective import Objective, group_needs, loss, token_weights
+from semrl_jax.algorithms.objective import WholeResponses, group_needs, loss, token_weights
 from semrl_jax.algorithms.turn_credit import turn_begins, turn_numbers
 from semrl_jax.support.fields import setting
 
@@ -29,18 +29,11 @@ __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Objective):
+class Options(WholeResponses):
     """Own options; see `Objective` for the others."""
 
     outcome_weight: float = setting(2.0, "of the reward of the response", at_least=0)
     process_weight: float = setting(1.0, "of the reward of a token's step", at_least=0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_options(self, credit=(self.credit == "episode", BY_STEP))
-
-
-BY_STEP = "be 'episode': the algorithm has its own credit of steps"
 
 
 def needs(options: Options) -> Needs:

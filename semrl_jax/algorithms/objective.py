@@ -18,8 +18,6 @@ from semrl_jax.algorithms.turn_credit import TurnCredit
 from semrl_jax.support.choices import OBJECTIVE_KL
 from semrl_jax.support.fields import setting
 
-PER_PROMPT = "be 'episode': what is kept of a prompt are the rewards of whole responses"
-
 
 @dataclasses.dataclass(frozen=True)
 class Objective(Bounds, losses.Aggregation, TurnCredit):
@@ -76,6 +74,16 @@ class Objective(Bounds, losses.Aggregation, TurnCredit):
             given=True,
             given_apart=of_given.is_apart,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeResponses(Objective):
+    """Settings of an algorithm that takes rewards of whole responses."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        way_out = "be 'episode': the algorithm takes the reward of a whole response"
+        check_options(self, credit=(self.credit == "episode", way_out))
 
 
 def group_needs(options: Objective) -> Needs:

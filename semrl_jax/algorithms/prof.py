@@ -21,17 +21,16 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
-from semrl_jax.algorithms.capo import BY_STEP
+from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, group_relative_advantages
-from semrl_jax.algorithms.objective import Objective, group_needs, loss, token_weights
+from semrl_jax.algorithms.objective import WholeResponses, group_needs, loss, token_weights
 from semrl_jax.support.fields import setting
 
 __all__ = ["Options", "advantages", "loss", "needs", "selected", "token_weights"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Objective):
+class Options(WholeResponses):
     """Own options; see `Objective` for the others."""
 
     epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
@@ -42,10 +41,6 @@ class Options(Objective):
     step_penalty: float = setting(10.0, "of a response with too few or too many steps", at_least=0)
     min_steps: int = setting(2, "fewest steps of a response without penalty", at_least=0)
     max_steps: int = setting(30, "most steps of a response without penalty", at_least=1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_options(self, credit=(self.credit == "episode", BY_STEP))
 
 
 def needs(options: Options) -> Needs:

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.gae import whiten
 from semrl_jax.algorithms.groups import broadcast_to_tokens
-from semrl_jax.algorithms.objective import PER_PROMPT, Objective, loss, token_weights
+from semrl_jax.algorithms.objective import WholeResponses, loss, token_weights
 from semrl_jax.support.fields import setting
 
 __all__ = [
@@ -34,14 +34,10 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Objective):
+class Options(WholeResponses):
     """Own options; see `Objective` for the others."""
 
     prompt_memory: float = setting(0.9, "weight of a prompt's earlier rewards", within="[0, 1)")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_options(self, credit=(self.credit == "episode", PER_PROMPT))
 
 
 def needs(options: Options) -> Needs:

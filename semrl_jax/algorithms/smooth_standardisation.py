@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred, first_reward, group_mean
-from semrl_jax.algorithms.objective import PER_PROMPT, Objective, group_needs, loss, token_weights
+from semrl_jax.algorithms.objective import WholeResponses, group_needs, loss, token_weights
 
 __all__ = [
     "Options", "advantages", "first_state", "loss", "needs", "next_state", "token_weights",
@@ -32,12 +32,8 @@ EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Objective):
+class Options(WholeResponses):
     """Has no options of its own; see `Objective`."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_options(self, credit=(self.credit == "episode", PER_PROMPT))
 
 
 def needs(options: Options) -> Needs:

@@ -84,6 +84,15 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"algorithms.batch_rules.overlong_tokens={rules.overlong_tokens} must be at most "
             f"rollout.max_response_tokens={rollout.max_response_tokens}."
         )
+    rewards = config.rewards
+    verifiers, _ = split_functions(reward_functions(rewards.functions))
+    names = [each.function for each in verifiers] or [rewards.function or "math"]
+    if algorithm.needs.spans and not config.environment.name and not any(":" in n for n in names):
+        raise UserError(
+            f"algorithms.name={config.algorithms.name!r} needs rewards of steps, and the verifier "
+            f"{names[0]!r} judges none; name a function of yours that returns `steps` by "
+            "rewards.functions (docs/verifiers.md)."
+        )
     importance = importance_options(config)
     if importance["level"] == "none":
         importance |= {"level": "token"}

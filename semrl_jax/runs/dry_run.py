@@ -213,11 +213,13 @@ def check_replicas(
 
 
 def check_references(config: ml_collections.ConfigDict, inputs: Inputs, summary: Summary) -> None:
-    """Connects to `model.reference_addresses`."""
+    """Says where the references are, and connects to `model.reference_addresses`."""
     brief, longest = config.copy_and_resolve_references(), inputs.longest_prompt(config)
     brief.rollout.connect_timeout_s = min(config.rollout.connect_timeout_s, CONNECT_S)
     for files in inputs.references.values():
-        if addresses := files.named.addresses:
+        if not (addresses := files.named.addresses):
+            summary("reference", files.named.path, "in the trainer")
+        else:
             stop, silent = StopRequest(0.0, 0), Reporter(silent=True)
             with open_reference(brief, files, longest, stop, silent):
                 summary("reference", files.named.path, *addresses, "all answer and fit")

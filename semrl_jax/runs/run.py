@@ -55,6 +55,7 @@ class Run:
     _writer: MetricWriter | None = None
     _told_size: bool = False  # of a record for replays
     _warned: bool = False  # of a mismatch
+    _warned_of_failures: bool = False  # of verifiers
 
     def begin_rows(self, first_step: int) -> None:
         """Opens the log; removes what an earlier attempt recorded from `first_step` on."""
@@ -86,6 +87,17 @@ class Run:
             self._warned = True
             self.reporter.notice(warning)
 
+    def _warn_of_failures(self, result: StepResult) -> None:
+        """Once: the log counts the failures of later steps."""
+        errors = list(filter(None, (item.verdict.error for item in result.scored)))
+        if self._warned_of_failures or 2 * len(errors) < len(result.scored):
+            return
+        self._warned_of_failures = True
+        self.reporter.notice(
+            f"warning: {len(errors)} of {len(result.scored)} responses have no verdict, such as "
+            f"{errors[0]!r:.300}; see `verifier_error` in rollouts/"
+        )
+
     def record(self, result: StepResult, bar: Bar) -> dict[str, float]:
         """Writes the row and, if due, the responses; prints one line each; returns the row."""
         if self._writer is None:
@@ -105,6 +117,7 @@ class Run:
             if result.trace is not None:
                 self._write_record(result)
             self._warn_of_mismatch(scalars)
+            self._warn_of_failures(result)
         scalars |= clock.scalars()
         self._writer.write(step, scalars)
         if evaluation is not None:

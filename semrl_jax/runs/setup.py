@@ -41,7 +41,7 @@ from semrl_jax.models.of_config import (
     value_params,
 )
 from semrl_jax.rewards import VerifierPool
-from semrl_jax.rollout.building import configured_mesh
+from semrl_jax.rollout.building import configured_mesh, read_token
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
@@ -58,6 +58,7 @@ from semrl_jax.sampling.choosing_source import check_memory, open_source
 from semrl_jax.sampling.environment_tasks import first_answers
 from semrl_jax.sampling.episodes import Episodes, SingleTurn
 from semrl_jax.sampling.exchange import sampling_processes
+from semrl_jax.sampling.hints import Hints
 from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
@@ -236,6 +237,8 @@ def check_inputs(
     prompts = dataclasses.replace(
         prompts, is_shuffled=config.data.shuffle, curriculum=find_curriculum(config.data.curriculum)
     )
+    if config.rollout.hint_rounds:
+        Hints(config, tokenizer).check(prompts.examples)
     needing = {
         "rewards.probability_after": bool(config.rewards.probability_after),
         "data.teacher_input": "{answer}" in config.data.teacher_input,
@@ -274,6 +277,8 @@ def check_inputs(
         of_policy = config, policy, tokenizer, mesh
         critic, critic_directory, _ = find_value_model("critic.path", path, *of_policy)
     check_reference_addresses(config)  # again: `rollout.addresses_file` has been read
+    if config.model.reference_addresses:
+        read_token(config.rollout.token_file)  # before a warm start, not after it
     references = find_references(config, policy, tokenizer, mesh)
     check_sources(references, prompts, report)
     teachers = [files.model.config for files in references.values()]

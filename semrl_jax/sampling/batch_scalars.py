@@ -55,9 +55,11 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
                 scalars[f"response/{reason}_fraction/{kind}"] = ended[mask].mean()
     scalars |= _episode_scalars(scored) | _step_scalars(scored)
     scalars |= _branch_scalars(scored, correct)
-    if (hinted := np.array([item.rollout.hint > 0 for item in scored])).any():
+    if any(item.rollout.hint is not None for item in scored):
+        hinted = np.array([bool(item.rollout.hint) for item in scored])
         scalars["rollout/hints/fraction"] = hinted.mean()
-        scalars["rollout/hints/correct"] = correct[hinted].mean()
+        if hinted.any():
+            scalars["rollout/hints/correct"] = correct[hinted].mean()
     return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
 
 
@@ -84,14 +86,13 @@ def _episode_scalars(scored: Scored) -> dict[str, float]:
 
 
 def _step_scalars(scored: Scored) -> dict[str, float]:
-    """Scalars of the steps that reward functions judged; {} if there is none."""
+    """Scalars of the steps that reward functions judged; {} if they judged none."""
     rewards = [r for item in scored if (r := item.rollout.step_rewards) is not None]
     if not rewards:
         return {}
-    return {
-        "response/steps/mean": sum(map(len, rewards)) / len(scored),
-        "response/step_reward/mean": np.concatenate(rewards).mean(),
-    }
+    of_steps = np.concatenate(rewards)
+    found = {"response/steps/mean": len(of_steps) / len(scored)}
+    return found | ({"response/step_reward/mean": of_steps.mean()} if len(of_steps) else {})
 
 
 def _branch_scalars(scored: Scored, correct: Bool[np.ndarray, " B"]) -> dict[str, float]:

@@ -27,9 +27,11 @@ from semrl_jax import data
 from semrl_jax.data.rewording import reworded
 from semrl_jax.sampling.requests import Draw, stream_seed
 from semrl_jax.sampling.scoring import Scored, num_sampled_tokens
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import SampleRequest
 
 _HINTS = 0x417  # second number of their seeds
+NUM_TRIED = 256  # prompts, before a run begins
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,15 +41,40 @@ class Hints:
     config: ml_collections.ConfigDict
     tokenizer: Any
 
-    def prompt(self, example: data.PromptExample, share: float) -> Int[np.ndarray, " _"] | None:
-        """The prompt with this share of the solution; None if there is none, or it is too long."""
-        if not example.given:
-            return None
-        solution = self.tokenizer.decode(example.given[0], skip_special_tokens=True)
-        values = [{"hint": solution[: round(share * len(solution))]}]
-        settings = self.config.data
-        (ids,) = reworded(settings.hint_input, [example], values, self.tokenizer, settings)
-        return ids if len(ids) <= self.config.rollout.max_prompt_tokens else None
+    def check(self, examples: Sequence[data.PromptExample]) -> None:
+        """UserError if no prompt of some has room for its first hint."""
+        rollout = self.config.rollout
+        tried = dict(enumerate(examples[:NUM_TRIED]))
+        lengths = list(map(len, self._of_any_length(tried, 1 / (rollout.hint_rounds + 1)).values()))
+        if lengths and min(lengths) > rollout.max_prompt_tokens:
+            raise UserError(
+                f"rollout.hint_rounds={rollout.hint_rounds}: the first {len(lengths)} prompts have "
+                f"{min(lengths)} to {max(lengths)} tokens with their first hint, more than "
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; raise it."
+            )
+
+    def prompts(
+        self, examples: Mapping[int, data.PromptExample], share: float
+    ) -> dict[int, Int[np.ndarray, " _"]]:
+        """The prompts with this share of their solutions, by group.
+
+        A group without a solution has none, nor has one whose prompt would be too long.
+        """
+        limit, found = self.config.rollout.max_prompt_tokens, self._of_any_length(examples, share)
+        return {group: ids for group, ids in found.items() if len(ids) <= limit}
+
+    def _of_any_length(
+        self, examples: Mapping[int, data.PromptExample], share: float
+    ) -> dict[int, Int[np.ndarray, " _"]]:
+        known = {group: example for group, example in examples.items() if example.given}
+        if not known:
+            return {}
+        values = []
+        for example in known.values():
+            solution = self.tokenizer.decode(example.given[0], skip_special_tokens=True)
+            values.append({"hint": solution[: round(share * len(solution))]})
+        settings, of = self.config.data, list(known.values())
+        return dict(zip(known, reworded(settings.hint_input, of, values, self.tokenizer, settings)))
 
     def answered(
         self,
@@ -64,14 +91,12 @@ class Hints:
           sample: samples requests of whole groups, and scores the responses.
         """
         num_rounds, num_dropped = self.config.rollout.hint_rounds, 0
+        scored = _with_share(scored, 0.0)
         for number in range(1, num_rounds + 1):
             solved = {item.rollout.group_id for item in scored if item.verdict.correct}
             share = number / (num_rounds + 1)
-            prompts = {
-                group: ids
-                for group, example in examples.items()
-                if group not in solved and (ids := self.prompt(example, share)) is not None
-            }
+            failed = {group: each for group, each in examples.items() if group not in solved}
+            prompts = self.prompts(failed, share)
             requests = [
                 dataclasses.replace(
                     request,

@@ -162,7 +162,7 @@ def _item_of(row: Mapping[str, Any], routing: tuple[str, int, int] | None) -> Sc
         environment_error=row["verifier_error"] if is_episode else "",
         parent=row.get("parent", -1),
         num_prefix=row.get("num_prefix", 0),
-        hint=row.get("hint", 0.0),
+        hint=row.get("hint"),
         **arrays,
     )
     verdict = Verdict(

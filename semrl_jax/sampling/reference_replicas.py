@@ -139,7 +139,7 @@ def open_reference(
             if not check_weights(client, files):
                 reporter.line(f"the weights of {files.named.path!r} on replicas are not compared")
         except (UserError, RuntimeError) as error:
-            raise UserError(f"{files.named.field}={files.named.path!r}: {error}") from error
+            raise UserError(f"{FIELD}, for {files.named.path!r}: {error}") from error
         yield ReferenceReplicas(client, version, config.model.compute_dtype, stop)
 
 

@@ -139,7 +139,7 @@ class Scored(Sequence[ScoredRollout]):
             is_left_out = array.is_optional and all(map(array.is_left_out, values))
             if array.name in arrays and not is_left_out:
                 found[array.name] = values
-        if any(rollout.hint for rollout in rollouts):
+        if any(rollout.hint is not None for rollout in rollouts):
             found["hint"] = [rollout.hint for rollout in rollouts]
         if any(rollout.num_prefix for rollout in rollouts):
             found["parent"] = [rollout.parent for rollout in rollouts]

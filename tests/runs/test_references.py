@@ -162,7 +162,7 @@ def test_a_replica_that_does_not_fit_is_refused(config, teacher, serve):
     config.rollout.connect_timeout_s = 1.0
     assert opened(good, served).run_id == "t"
     line = refused("serves other weights, such as in lm_head", opened, good, other)
-    assert line.startswith("model.reference_path=") and "\n" not in line
+    assert line.startswith("model.reference_addresses, for ") and "\n" not in line
     wide = teacher(name="wide", hidden_size=64)
     refused("has model_hash=.*start the replica from the same model", opened, good, wide)
     served.rollout.max_prompt_tokens = 20
@@ -196,7 +196,11 @@ def test_what_does_not_go_with_a_teacher_is_refused(config, teacher, monkeypatch
     refused(r"model.references\['arithmetic'\]=.* is not read", check)
     config.algorithms.loss.kl_coefficient, config.metrics.drift_every = 0.1, 1
     refused("measures how far .*'arithmetic'.* is another model", check)
-    config.metrics.drift_every, config.model.reference_path = 0, short
+    config.metrics.drift_every = 0
+    config.model.reference_addresses = ("arithmetic=127.0.0.1:1",)
+    monkeypatch.delenv("SEMRL_ROLLOUT_TOKEN", raising=False)
+    refused("the replicas' token is empty", check)
+    config.model.reference_addresses, config.model.reference_path = (), short
     refused("model.reference_path=.* is not read: each data source", check)
     config.model.references, real = (), Algorithm.needs.fget
     monkeypatch.setattr(

@@ -45,3 +45,10 @@ def test_a_run_credits_steps(config, tmp_path):
     for name in ("mean", "max", "min"):
         of = getattr(expected[np.array(mask)], name)()
         assert row[f"advantage/{name}"] == pytest.approx(of, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_is_told_once(config, tmp_path, capsys):
+    config.rewards.function, config.training.num_steps = "tests.verifiers:raises_without_box", 2
+    assert train(config, str(tmp_path / "run")) == 0
+    assert "".join(capsys.readouterr()).count("no verdict, such as 'exception: ValueError") == 1

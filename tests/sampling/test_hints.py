@@ -14,6 +14,7 @@ from semrl_jax.sampling.hints import Hints
 from semrl_jax.sampling.prompt_sources import training_prompts
 from semrl_jax.sampling.requests import training_draw
 from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens
+from tests.cases import refused
 from tests.fixtures import make_scored
 from tests.tiny import tiny_config
 
@@ -99,8 +100,9 @@ def test_failed_groups_read_a_quarter_a_half_and_three_quarters_of_the_solution(
 
 def test_without_a_failed_group_or_a_short_hint_nothing_is_sampled_again(config):
     found, calls, draw, *_ = played(config, [0, 0, 0])
-    assert calls == [] and "hint" not in found.columns()
-    assert not any("hints" in name for name in batch_scalars(found, np.zeros((3, SIZE))))
+    assert calls == [] and set(found.columns()["hint"]) == {0.0}
+    scalars = batch_scalars(found, np.zeros((3, SIZE)))
+    assert {n: x for n, x in scalars.items() if "hints" in n} == {"rollout/hints/fraction": 0.0}
     longest = max(len(request.prompt_ids) for request in draw.requests)
     config.rollout.max_prompt_tokens = longest  # no room for a hint
     _, calls, *_ = played(config, [9, 9, 9])
@@ -120,9 +122,17 @@ def test_a_prompt_without_a_solution_and_the_text_of_the_paper():
         "ignored", np.array([1], np.int32), "3", "", 0, question="1 + 2 {hint}?", given=given,
         template="direct",
     )  # fmt: skip
-    text = tokenizer.decode(hints.prompt(example, 0.5))
+    text = tokenizer.decode(hints.prompts({7: example}, 0.5)[7])
     assert text == (
         "Question: 1 + 2 {hint}?\n The following text is the beginning part of the answer, which "
         "you can refer to for solving the problem:\nFirst add. T\nAnswer: "
     )
-    assert hints.prompt(dataclasses.replace(example, given=()), 0.5) is None
+    assert hints.prompts({7: dataclasses.replace(example, given=())}, 0.5) == {}
+    hints.check([example])
+    config.rollout.max_prompt_tokens = 40
+    refused(
+        r"hint_rounds=3: the first 1 prompts have \d+ to \d+ tokens with their first hint, more "
+        "than rollout.max_prompt_tokens=40; raise it",
+        hints.check,
+        [example],
+    )

@@ -108,6 +108,8 @@ def test_steps_are_of_tokens_and_their_rewards_are_logged():
     scalars = batch_scalars(Scored.of([judged, plain]), np.ones((1, 2), np.float32))
     assert scalars["response/steps/mean"] == 1.0
     assert scalars["response/step_reward/mean"] == -0.125
+    scalars = batch_scalars(Scored.of([plain]), np.ones((1, 1), np.float32))
+    assert scalars["response/steps/mean"] == 0 and "response/step_reward/mean" not in scalars
     (judged, _) = score(rollouts)
     assert judged.rollout.step_ends is None and judged.verdict.steps is None
 

@@ -474,8 +474,8 @@ class RolloutClient(contextlib.AbstractContextManager):
                 if now - last_report >= self._waits.progress_every_s:
                     last_report = now
                     self._waits.progress(
-                        f"waiting for {replica.name} ({now - started:.0f} s, {reason}; deadline in "
-                        f"{deadline - now:.0f} s)"
+                        f"waiting for {replica.name} of {self._field} ({now - started:.0f} s, "
+                        f"{reason}; deadline in {deadline - now:.0f} s)"
                     )
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
 

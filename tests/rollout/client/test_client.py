@@ -163,7 +163,7 @@ def test_unreachable_replica(world):
     client = world.client("127.0.0.1:1", connect=False, connect_timeout_s=0.6, progress_every_s=0.2)
     text = refused(r"127.0.0.1:1 cannot be reached within 0\.6 s", client.connect, **FAKE)
     assert "launch.rollout" in text
-    assert client.lines and "waiting for rollout replica 127.0.0.1:1" in client.lines[0]
+    assert "waiting for rollout replica 127.0.0.1:1 of rollout.addresses (" in client.lines[0]
 
 
 def test_connect_waits_for_a_replica_that_starts_late(world, start_process):
