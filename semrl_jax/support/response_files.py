@@ -42,7 +42,8 @@ COLUMNS = {
     "benchmark": Column(TEXT, "data source of the prompt; not in training steps"),
     "group_id": Column(
         WHOLE,
-        "number of the prompt from 0, in the run, the benchmark, or the files of `launch.generate`",
+        "number of the prompt from 0, in the run, in the benchmark of `launch.evaluate`, or in the "
+        "files of `launch.generate`",
     ),
     "sample_index": Column(WHOLE, "number of the response to its prompt, from 0"),
     "question": Column(TEXT, "what the user asks, without the template; not in a run"),
@@ -52,9 +53,15 @@ COLUMNS = {
     "reference": Column(TEXT, "reference answer; null without one"),
     "problem_type": Column(TEXT, 'such as "Algebra", or ""; only in `launch.evaluate`'),
     "row": Column(
-        TEXT, 'JSON object: the row of the prompt, or its part for a verifier, or ""; not in a run'
+        TEXT,
+        "JSON object: the row of the prompt, or its part for a verifier of `launch.evaluate`, or "
+        '""; not in a run',
     ),
-    "response": Column(TEXT, "what the verifier got; in a run the text of all token ids"),
+    "response": Column(
+        TEXT,
+        "what the verifier got: without special tokens, up to the first stop string; in a run the "
+        "text of all token ids",
+    ),
     "extracted": Column(TEXT, "the answer that the verifier found; null if there is none"),
     "correct": Column(FLAG, "the verifier's verdict"),
     "score": Column(NUMBER, "reward from the verifier, before shaping"),
@@ -76,13 +83,16 @@ COLUMNS = {
     "response_ids": Column(_per_token(pa.int32()), "the same, with the end token"),
     "rollout_logprobs": Column(
         _per_token(pa.float32()),
-        "log-probability of each response token, as sampled, nats; in a run, or with `--logprobs`",
+        "log-probability of each response token under the distribution sampled from, nats; in a "
+        "run, or with `--logprobs`",
     ),
     "rollout_raw_logprobs": Column(
         _per_token(pa.float32()), "of the unmodified logits; with `--logprobs`, not with vLLM"
     ),
     "response_mask": Column(
-        _per_token(FLAG), "false on context, which has log-probability 0; only if there is context"
+        _per_token(FLAG),
+        "false on context that the policy did not sample, where the log-probability is 0; only if "
+        "there is context",
     ),
     "conversations": Column(
         _per_token(pa.int32()),
@@ -90,12 +100,14 @@ COLUMNS = {
     ),
     "parent": Column(
         WHOLE,
-        "`sample_index` of the response whose first tokens it begins with, -1: none; only with "
+        "`sample_index` of the response whose first tokens this one begins with, -1: none; only with "
         "[branches](data.md#branches)",
     ),
-    "num_prefix": Column(WHOLE, "number of these tokens"),
+    "num_prefix": Column(WHOLE, "number of first tokens that are from `parent`"),
     "hint": Column(
-        NUMBER, "share of a solution in its prompt; only if a response has a [hint](data.md#hints)"
+        NUMBER,
+        "share of a solution that its prompt contains; only if a response has a "
+        "[hint](data.md#hints)",
     ),
     "turn_rewards": Column(
         _per_token(pa.float32()),
@@ -103,7 +115,7 @@ COLUMNS = {
     ),
     "turn_characters": Column(
         _per_token(pa.int32()),
-        "characters of `response` by the policy, by others, by the policy, ...; only with an "
+        "characters of `response` by the policy, by others, by the policy, and so on; only with an "
         "environment; empty if unknown",
     ),
     "step_ends": Column(
@@ -124,13 +136,14 @@ COLUMNS = {
     # From here on to mean_states: only in records.
     "routed_experts": Column(
         pa.binary(),
-        "with `rollout.router_replay`: experts of each token but the last, by layer with "
+        "with `rollout.router_replay`: experts of each token but the last in each layer that has "
         "experts, one byte or two each",
     ),
     "reward": Column(NUMBER, "what the update was given for the response"),
     "weight_spans": Column(
         _per_token(pa.int32()),
-        "for each part with weights of its own: their step, first token, token after the last",
+        "three numbers for each part with weights of its own: step of the weights, first token, "
+        "token after the last",
     ),
     **{
         name: Column(_per_token(kind), meaning)
