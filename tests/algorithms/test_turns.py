@@ -14,6 +14,7 @@ from semrl_jax.algorithms.algorithm import Passes, Spans
 from semrl_jax.algorithms.turn_credit import placed_rewards
 from tests.algorithms import test_estimators as estimators
 from tests.algorithms.test_estimators import NAMES, advantages_of, algorithm, part_of
+from tests.cases import slow_after
 from tests.oracles import algorithms as oracle
 
 OTHERS = ("capo", "prof", "single_stream", "smooth_standardisation")
@@ -139,7 +140,7 @@ def test_reinforce_plus_plus_matches_loops(group_baseline, seed, steps):
 
 
 @pytest.mark.parametrize("name", TURNS)
-@pytest.mark.parametrize(("size", "tolerance"), [(SIZE, 0.0), (5, 1e-6)])
+@pytest.mark.parametrize(("size", "tolerance"), slow_after(1, [(SIZE, 0.0), (5, 1e-6)]))
 def test_one_turn_has_the_credit_of_its_episode(name, size, tolerance):
     """To the bit; with five, the compiler may round a mean and a difference in one operation."""
     for seed in range(3):
@@ -190,7 +191,7 @@ def trained_on(name, case, credit):
     return [advantages, *map(np.asarray, gradients)]
 
 
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("name", slow_after(5, TURNS))
 def test_context_has_no_influence(name):
     """Credit by episode: the same without context. By turn: with one token of it."""
     case = Case(0)

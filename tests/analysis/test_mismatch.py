@@ -10,10 +10,12 @@ from benchmarks import faults
 from semrl_jax import models
 from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose
 from semrl_jax.analysis.mismatch.computation import computation_of
-from tests.cases import refused
+from tests.cases import refused, slow_after
 
 
-@pytest.mark.parametrize("family", [*faults.FAMILIES, "gemma", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize(
+    "family", slow_after(4, [*faults.FAMILIES, "gemma", "gemma2", "phi3", "mixtral"])
+)
 def test_the_parts_are_those_of_the_policy(family):
     """All states and log-probabilities equal the decoder's, for every family's options."""
     faults.FAMILIES.setdefault(family, {})

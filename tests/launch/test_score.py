@@ -4,16 +4,20 @@ import json
 
 import pytest
 
+from tests.cases import slow_after
 from tests.launch.conftest import run
 from tests.launch.test_bad_input import assert_one_line
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        (["--output=/proc/x.jsonl"], "--output=/proc/x.jsonl cannot be written: No such file"),
-        (["--output=graded.jsonl", "--group=level"], "--group=level is no field of"),
-    ],
+    slow_after(
+        1,
+        [
+            (["--output=graded.jsonl", "--group=level"], "--group=level is no field of"),
+            (["--output=/proc/x.jsonl"], "--output=/proc/x.jsonl cannot be written: No such file"),
+        ],
+    ),
 )
 def test_a_mistake_is_named(flags, message, tmp_path):
     samples = tmp_path / "samples.jsonl"

@@ -17,7 +17,7 @@ from semrl_jax.library.settings import configure
 from semrl_jax.runs.config_checks import method_line
 from semrl_jax.settings.training import Training
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
+from tests.cases import refused, slow_after
 from tests.fixtures import read_rows, stable
 from tests.library.conftest import ROWS, SIZES
 
@@ -110,6 +110,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_during_a_step_saves_a_checkpoint(trainer, straight):
     one, numbers = trainer(), []
@@ -158,7 +159,7 @@ def test_rows_of_any_iterable(trainer):
 
 
 @pytest.mark.parametrize(
-    "package, make", [("datasets", "Dataset.from_list"), ("pandas", "DataFrame")]
+    "package, make", slow_after(1, [("pandas", "DataFrame"), ("datasets", "Dataset.from_list")])
 )
 def test_rows_of_other_libraries(trainer, package, make):
     library = importlib.import_module(package)

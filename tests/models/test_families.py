@@ -68,7 +68,8 @@ def long_padded():
 
 
 @pytest.mark.parametrize(
-    "family", parameters([*PLAIN, *FAST[:2], *FAST[4:], ("qwen3-moe", False)], [*FAST[2:4], *SLOW])
+    "family",
+    parameters([PLAIN[0], *FAST[:2], FAST[4]], [PLAIN[1], *FAST[2:4], ("qwen3-moe", False), *SLOW]),
 )
 def test_states_logits_and_gradients_match_transformers(pairs, long_padded, family):
     pair, valid = pairs(*family), long_padded.valid

@@ -164,6 +164,7 @@ def test_a_cluster():
     assert (found.name, found.num_chips, found.hbm_bytes) == ("a100-80:2x8", 16, 16 * 80e9)
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_gpu():
     flags = ("--config=configs/gsm8k_qwen2_5_0_5b.py", "--topology=h100:2x8", "--replica_nodes=1")
     done = succeed("launch.plan", *flags)

@@ -10,6 +10,7 @@ import pytest
 
 from launch.convert import convert
 from semrl_jax.tinker.proto import tinker_pb2 as pb
+from tests.cases import slow_after
 from tests.launch.conftest import run, succeed
 from tests.tinker.conftest import KEY, NAME, encoded
 
@@ -267,11 +268,14 @@ def test_a_server_that_ends_answers_those_that_wait(own_server):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    (
-        (("--workdir=w",), "--model is needed"),
-        (("--model=m",), "--workdir is needed"),
-        (("--model=m", "--workdir=w", "--token_file=none"), "token_file='none' cannot be read"),
-        (("--model=m", "--workdir=w"), "the key must be 'tml-' and at least 16"),
+    slow_after(
+        2,
+        [
+            (("--workdir=w",), "--model is needed"),
+            (("--model=m",), "--workdir is needed"),
+            (("--model=m", "--workdir=w", "--token_file=none"), "token_file='none' cannot be read"),
+            (("--model=m", "--workdir=w"), "the key must be 'tml-' and at least 16"),
+        ],
     ),
 )
 def test_wrong_settings_are_one_line(options, text, tmp_path):

@@ -17,7 +17,7 @@ from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire import codec
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
-from tests.cases import raised
+from tests.cases import raised, slow_after
 from tests.rollout.client.test_client import sync
 from tests.rollout.conftest import FAKE, TOKEN, assert_sampled, make_arrays, make_requests
 from tests.rollout.embedded import EmbeddedReplica
@@ -173,7 +173,7 @@ def jax_requests():
     ]
 
 
-@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weight_dtype", slow_after(1, ["float32", "bfloat16"]))
 def test_the_jax_engine_has_the_same_weights_and_rollouts(policy, weight_dtype):
     """To the bit; the engine's weights are its own, even if the trainer's are gone."""
     policy, params = policy

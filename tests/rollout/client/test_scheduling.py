@@ -144,6 +144,7 @@ def one_after_the_other(monkeypatch):
     monkeypatch.setattr(FakeEngine, "generate", generate_alone)
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_for_another_of_this_client_does_not_stall(world, monkeypatch):
     """The parts of several batches are asked for at once."""
     one_after_the_other(monkeypatch)

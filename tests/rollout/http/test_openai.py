@@ -122,15 +122,15 @@ def test_a_stream_across_an_update_has_the_weights_of_its_begin(
 
 
 def test_choices_have_seeds_of_their_own(served):
-    several = chat(served, seed=5, n=3, max_tokens=12)
+    several = chat(served, seed=5, n=3, max_tokens=16)
     assert [choice.index for choice in several.choices] == [0, 1, 2]
     texts = [choice.message.content for choice in several.choices]
     assert len(set(texts)) == 3
     for index, text in enumerate(texts):
-        assert chat(served, seed=5 + index, max_tokens=12).choices[0].message.content == text
-    unseeded = {chat(served, max_tokens=12).choices[0].message.content for _ in range(2)}
+        assert chat(served, seed=5 + index, max_tokens=16).choices[0].message.content == text
+    unseeded = {chat(served, max_tokens=16).choices[0].message.content for _ in range(2)}
     assert len(unseeded) == 2
-    streamed = chat(served, seed=5, n=3, max_tokens=12, stream=True)
+    streamed = chat(served, seed=5, n=3, max_tokens=16, stream=True)
     parts = ["", "", ""]
     for chunk in streamed:
         for choice in chunk.choices:
@@ -142,13 +142,13 @@ def test_completions_take_texts_and_token_ids(served):
     create = served.client.completions.create
     text = "a lazy dog"
     ids = served.tokenizer(text)["input_ids"]
-    options = {"model": MODEL, "seed": 1, "max_tokens": 8}
+    options = {"model": MODEL, "seed": 1, "max_tokens": 16}
     of_text = create(prompt=text, **options).choices[0].text
     assert create(prompt=ids, **options).choices[0].text == of_text
     both = create(prompt=[text, "the fox"], n=2, **options)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert both.choices[0].text == of_text
-    assert both.usage.completion_tokens <= 4 * 8
+    assert both.usage.completion_tokens <= 4 * 16
     with_logprobs = create(prompt=text, logprobs=1, **options).choices[0]
     logprobs = with_logprobs.logprobs
     assert "".join(logprobs.tokens).removesuffix("<|im_end|>") == with_logprobs.text
@@ -169,7 +169,7 @@ def test_calls_of_tools_have_the_index_by_which_a_stream_is_joined(served, strea
     tool = {"type": "function", "function": {"name": "add"}}
     found = [{"name": "add", "arguments": "{}"}] * 2
     monkeypatch.setattr(Texts, "tool_calls", lambda self, ids, tools: found if tools else [])
-    options = {"model": MODEL, "messages": ASKED, "tools": [tool], "max_tokens": 4}
+    options = {"model": MODEL, "messages": ASKED, "tools": [tool], "max_tokens": 16}
     if stream:
         with served.client.chat.completions.stream(**options) as events:
             choice = events.get_final_completion().choices[0]
@@ -256,7 +256,7 @@ def test_what_cannot_be_done_is_one_line(served, options, message):
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         chat(served, **options)
     assert "\n" not in caught.value.body["message"]
-    assert chat(served, max_tokens=1).choices
+    assert chat(served, max_tokens=16).choices
 
 
 def test_too_many_responses_are_refused_before_a_text_is_read(served, monkeypatch):
