@@ -100,8 +100,8 @@ COLUMNS = {
     ),
     "parent": Column(
         WHOLE,
-        "`sample_index` of the response whose first tokens this one begins with, -1: none; only with "
-        "[branches](data.md#branches)",
+        "`sample_index` of the response whose first tokens this one begins with, -1: none; only "
+        "with [branches](data.md#branches)",
     ),
     "num_prefix": Column(WHOLE, "number of first tokens that are from `parent`"),
     "hint": Column(
