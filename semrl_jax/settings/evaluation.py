@@ -89,8 +89,8 @@ class Evaluation:
     upload: bool = setting(False, "True: launch.evaluate sends its figures to the trackers")
     run_programs: str = setting(
         "auto",
-        "whose Python programs launch.evaluate runs: auto: those of the templates pal, tora, "
-        "tool-integrated and jiuzhang_tora; always; never",
+        "whose Python programs launch.evaluate runs: auto, in responses to the templates pal, "
+        "tora, tool-integrated and jiuzhang_tora; always; never",
         choices=("auto", "always", "never"),
     )
     metrics: bool = setting(False, "True: measure hidden states too")
