@@ -6,7 +6,7 @@ A = b sigmoid(-b (s_best - s_worst)) for the best response, -A for the worst, 0 
 in groups of equal rewards; b is `reward_beta`
 
 This is the gradient of L in the first update on a batch, with `surrogate="reinforce"` and
-`aggregation="constant_length"`.
+`aggregation="constant_length"`, which sums over tokens.
 
 Source: arXiv:2305.18290, Eq. 7, b = 0.1; arXiv:2402.04792 for pairs of the current policy.
 """

@@ -32,10 +32,10 @@ class KLReward(Objective):
     )
     kl_reward_estimator: str = setting("kl", "as loss.kl_estimator", choices=KL_ESTIMATORS)
     kl_target: float = setting(
-        0.0, "wanted KL; 0: a fixed coefficient", "nats per token", at_least=0
+        0.0, "wanted KL of an adaptive coefficient; 0: fixed", "nats per token", at_least=0
     )
     kl_horizon: int = setting(
-        10_000, "number over which it changes by a fifth", "responses", above=0
+        10_000, "number over which an adaptive coefficient changes by a fifth", "responses", above=0
     )
 
     def __post_init__(self):

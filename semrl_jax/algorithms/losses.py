@@ -27,7 +27,9 @@ class Aggregation:
     """Settings of `token_weights`."""
 
     aggregation: str = setting(
-        "token_mean", "token_mean, response_mean or constant_length", choices=AGGREGATIONS
+        "token_mean",
+        "how token losses become one: token_mean, response_mean or constant_length",
+        choices=AGGREGATIONS,
     )
     constant_length: int = setting(
         0, "limit of a response, for aggregation constant_length", "tokens", at_least=0

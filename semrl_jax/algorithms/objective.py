@@ -26,7 +26,9 @@ class Objective(Bounds, losses.Aggregation, TurnCredit):
     surrogate: str = setting(
         "clip", "Loss of a token: clip, gspo, dcpo, cispo, reinforce, opmd, rec or real"
     )
-    kl_coefficient: float = setting(0.001, "weight of the KL; 0: no reference", at_least=0)
+    kl_coefficient: float = setting(
+        0.001, "weight of the KL penalty; 0: no reference is loaded", at_least=0
+    )
     entropy_coefficient: float = setting(0.001, "weight of the entropy bonus", at_least=0)
     kl_estimator: str = setting(
         "low_var_kl",

@@ -8,7 +8,7 @@ threshold, else 0
 A_i = b G / (G - 1) (e_i - mean e), e_i = w_i (y_i - sigmoid(psi_i)); b is `reward_beta`
 
 This is the gradient of L in the first update on a batch, with `surrogate="reinforce"` and
-`aggregation="constant_length"`. In a group with correct and incorrect
+`aggregation="constant_length"`, which sums over tokens. In a group with correct and incorrect
 responses, w gives both the same weight in total; else it is 1.
 
 Source: arXiv:2509.02522, Eqs. 6 to 8 and its code; b there is 1 or 2.

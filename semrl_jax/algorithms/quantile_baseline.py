@@ -4,9 +4,10 @@ A = (r - q) / (std + epsilon), q the smallest reward with a share of at least `q
 below it; the deviation only with `normalise`
 
 With rewards 0 and 1 and a share p of correct responses, only the correct ones count where p <= 1 -
-quantile, else only the wrong ones.
+quantile, and only the wrong ones elsewhere.
 
-Source: arXiv:2509.22611, Eqs. 3 and 4, quantile 0.4; arXiv:2601.22582, the median.
+Source: arXiv:2509.22611, Eqs. 3 and 4, quantile 0.4; arXiv:2601.22582, the median
+(0.5 without `normalise`).
 
 The code of the first interpolates between rewards; its equations, and this module, do not. The
 second divides by the mean absolute deviation, which is often 0 for such rewards.
@@ -35,7 +36,7 @@ class Options(Objective):
     quantile: float = setting(
         0.5, "quantile of a group's rewards that is the baseline", within="(0, 1)"
     )
-    normalise: bool = setting(True, "divide by the deviation")
+    normalise: bool = setting(True, "divide by the standard deviation")
     epsilon: float = setting(1e-6, "keeps a quotient finite", above=0)
 
 

@@ -2,7 +2,7 @@
 
 A = a exp(a / weight_temperature), a = r - mean
 
-The paper uses `surrogate="reinforce"`.
+The paper uses `surrogate="reinforce"`: no ratio, no bounds.
 
 Source: arXiv:2509.24203 and its code in Trinity-RFT, temperature 1; the weights are not normalised.
 """

@@ -31,7 +31,7 @@ class Options(Objective):
     """Own options; see `Objective` for the others."""
 
     baseline_rate: float = setting(
-        0.1, "update rate of the baseline; 0: equal weights", within="[0, 1)"
+        0.1, "update rate of the baseline; 0: equal weights of all steps", within="[0, 1)"
     )
 
 

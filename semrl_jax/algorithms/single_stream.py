@@ -2,9 +2,10 @@
 
 A_t = (a - mean) / sqrt(variance + 1e-8), a = r - v, mean and variance over all tokens of the batch
 
-v = S / W: at each visit of a prompt, S and W are multiplied by prompt_memory, and its rewards and
-their number are added. Before the first visit, v is the mean reward of the batch. The first visit
-has at least the weight 1 / (1 - prompt_memory).
+v = S / W over the rewards of the prompt before this step. At each visit, S and W are multiplied by
+prompt_memory, and the new rewards and their number are added. Before its first visit, v is the mean
+reward of the batch. The first visit has at least the weight 1 / (1 - prompt_memory), which W has
+after many visits with one response.
 
 Source: arXiv:2509.13232; arXiv:2608.24870 (SPO++), the variance over tokens.
 
@@ -37,7 +38,9 @@ __all__ = [
 class Options(WholeResponses):
     """Own options; see `Objective` for the others."""
 
-    prompt_memory: float = setting(0.9, "weight of a prompt's earlier rewards", within="[0, 1)")
+    prompt_memory: float = setting(
+        0.9, "weight of earlier rewards of a prompt at its next visit", within="[0, 1)"
+    )
 
 
 def needs(options: Options) -> Needs:

@@ -42,7 +42,7 @@ class Bounds:
     """Settings of the surrogates; each reads those that its docstring names."""
 
     clip_epsilon: float = setting(0.2, "how far a ratio may fall below 1", within="(0, 1]")
-    clip_epsilon_high: float = setting(0.0, "how far above 1; 0: as far as below")
+    clip_epsilon_high: float = setting(0.0, "how far a ratio may rise above 1; 0: as far as below")
     dual_clip: float = setting(0.0, "largest ratio at a negative advantage; 0: no limit")
     opmd_tau: float = setting(1.0, "strength of OPMD's regulariser", above=0)
     rec_range: str = setting("one_side", "rec: ratios that count", choices=REC_RANGES)
@@ -107,8 +107,9 @@ def clip(tokens: Tokens, bounds: Bounds) -> Terms:
 def gspo(tokens: Tokens, bounds: Bounds) -> Terms:
     """`clip` with one ratio per response: s = exp(mean over its tokens of log r).
 
-    Token t has the ratio sg(s) exp(logprobs_t - sg(logprobs_t)), so advantages may differ between
-    tokens ("GSPO-token"). With equal advantages and `aggregation="response_mean"`, this is GSPO.
+    The gradient of s is spread evenly over the tokens of the response: token t has the ratio
+    sg(s) exp(logprobs_t - sg(logprobs_t)), so advantages may differ between tokens ("GSPO-token").
+    With equal advantages and `aggregation="response_mean"`, value and gradient are those of GSPO.
 
     Source: arXiv:2507.18071; bounds there 3e-4 and 4e-4.
     """
@@ -154,8 +155,8 @@ def reinforce(tokens: Tokens, bounds: Bounds) -> Terms:
 def opmd(tokens: Tokens, bounds: Bounds) -> Terms:
     """(-A logprobs + opmd_tau / (2 length) (sum over the response of log r)^2) / max(1, opmd_tau).
 
-    Over a response, this is its policy gradient and half its squared log-ratio: online mirror
-    descent without a clip.
+    The sum over the tokens of a response is its policy gradient and half the squared log-ratio of
+    the whole response: online mirror descent without a clip.
 
     Source: arXiv:2501.12599, the surrogate gradient.
 

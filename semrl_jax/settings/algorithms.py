@@ -39,21 +39,25 @@ class Importance:
 @dataclasses.dataclass(frozen=True)
 class BatchRules:
     overlong_tokens: int = setting(
-        0, "the reward falls by up to 1 this near to the length limit; 0: off", at_least=0
+        0,
+        "the reward falls by up to 1 within this distance of the length limit; 0: off",
+        at_least=0,
     )
-    mask_truncated: bool = setting(False, "True: truncated responses are not trained on")
+    mask_truncated: bool = setting(
+        False, "True: truncated responses count in their group, but are not trained on"
+    )
     # A run that ended with too few groups may continue with more rounds, or without the rule.
     max_sampling_rounds: int = setting(
         0,
-        "Dynamic sampling: most rounds of a step to get prompts_per_step groups with unequal "
-        "rewards; 0: off",
+        "Dynamic sampling: most rounds of prompts that a step samples to get prompts_per_step "
+        "groups with unequal rewards; fewer groups end the run. 0: off",
         "rounds",
         at_least=0,
         at_most=MAX_ROUNDS,
         may_change=True,
     )
     keep_groups_by: str = setting(
-        "reward", "reward or correctness must differ in a group", choices=KEEP_GROUPS_BY
+        "reward", "what must differ in a group: reward or correctness", choices=KEEP_GROUPS_BY
     )
 
 

@@ -14,11 +14,16 @@ from semrl_jax.support.fields import setting
 class Checkpoints:
     every_steps: int = setting(40, "between checkpoints", above=0)
     keep: int = setting(2, "the newest ones stay", "checkpoints", above=0)
-    keep_every: int = setting(0, "its multiples are never removed; 0: none", "steps", at_least=0)
-    extra_steps: tuple[int, ...] = setting((), "further ones, never removed", items=int)
+    keep_every: int = setting(
+        0, "checkpoints of its multiples are never removed; 0: none", "steps", at_least=0
+    )
+    extra_steps: tuple[int, ...] = setting(
+        (), "further steps with a checkpoint, which is never removed", items=int
+    )
     export: str = setting(
         "",
-        "float32 or bfloat16, of checkpoints/STEP/model, a Hugging Face directory; empty: none",
+        "dtype of checkpoints/STEP/model, a Hugging Face directory: float32 or bfloat16; "
+        "empty: none",
         choices=("", *DTYPES),
     )
     copy_to: str = setting(

@@ -22,13 +22,17 @@ class Data:
     reasoning_gym: tuple[str, ...] = setting(
         (), "sets of reasoning-gym, NAME or NAME:option=value:weight=2; docs/data.md", items=str
     )
-    shuffle: bool = setting(True, "another order in each epoch; False: their own")
+    shuffle: bool = setting(
+        True, "another order in each epoch, by config.seed; False: the order of the data"
+    )
     curriculum: str = setting(
         "",
         'learnability, window, replay, mixture, lessons, or "my_package.my_module", with '
         ":option=value; empty: in the order of epochs. docs/data.md",
     )
-    prompts_per_step: int = setting(48, "Prompts of a step", "prompts", above=0)
+    prompts_per_step: int = setting(
+        48, "Prompts of a step, each with rollout.group_size responses", "prompts", above=0
+    )
     # A resumed run may have other paths: `check_inputs` compares the contents.
     files: tuple[str, ...] = setting(
         (),
@@ -38,7 +42,7 @@ class Data:
     )
     row_format: str = setting("question_answer", "rows of the files: question_answer or simplerl")
     question_fields: tuple[str, ...] = setting(
-        ("question",), "fields of the question, joined by a space", items=str
+        ("question",), "fields that make the question, joined by a space", items=str
     )
     answer_field: str = setting("answer", "field with the reference answer")
     given_field: str = setting(
@@ -67,7 +71,7 @@ class Data:
     system_prompt: str = setting("", "system prompt for the template chat")
     # Without effect for many tokenizers, so a resumed run compares the prompts instead.
     add_special_tokens: bool = setting(
-        True, "prompts begin with the tokenizer's special tokens", may_change=True
+        True, "begin a prompt with the tokenizer's special tokens, such as BOS", may_change=True
     )
     skip_bad_rows: bool = setting(False, "count and skip bad rows; False: stop")
 

@@ -22,22 +22,24 @@ class Environment:
         'A built-in environment or "package.module:Class", with :option=value; empty: a '
         "single turn",
     )
-    max_turns: int = setting(8, "most messages of the policy", "turns", above=0)
+    max_turns: int = setting(8, "messages of the policy before the episode ends", "turns", above=0)
     num_lanes: int = setting(
         1, "parts of a batch that take turns; 2 or 3 for slow tools", "parts", above=0, at_most=64
     )
-    max_observation_chars: int = setting(8192, "answers are truncated there", "characters", above=0)
+    max_observation_chars: int = setting(
+        8192, "an answer of the environment is truncated there", "characters", above=0
+    )
     tool_format: str = setting(
         "auto",
         "auto, as the chat template writes calls, or json",
         choices=("auto", "hermes", "llama3", "json"),
     )
-    timeout_s: float = setting(30.0, "limit of a call", above=0, at_most=2**31)
+    timeout_s: float = setting(30.0, "limit of one call of the environment", above=0, at_most=2**31)
     memory_limit_gib: float = setting(
         2.0, "limit of an episode's process; 0: none", at_least=0, at_most=2**20
     )
     num_workers: int = setting(
-        16, "that compute at the same time", "processes", above=0, at_most=1024,
+        16, "environments that compute at the same time", "processes", above=0, at_most=1024,
         may_change=True,
     )  # fmt: skip
 

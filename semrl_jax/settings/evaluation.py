@@ -37,10 +37,14 @@ MetricOptions = dataclasses.make_dataclass(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    every_steps: int = setting(10, "also at the start and the end; 0: never", at_least=0)
+    every_steps: int = setting(
+        10, "also before the first and after the last update; 0: never", at_least=0
+    )
     num_problems: int = setting(512, "at most, per held-out set or file", "problems", above=0)
     subset_seed: int = setting(
-        -1, "seed that draws num_problems rows; -1: the first ones", at_least=-1
+        -1,
+        "seed that chooses num_problems rows of a file or named benchmark; -1: the first rows",
+        at_least=-1,
     )
     files: tuple[str, ...] = setting(
         (),
@@ -51,7 +55,9 @@ class Evaluation:
     scores: tuple[str, ...] = setting(
         ("greedy",), 'names of docs/evaluation.md, or "my_package.module"', items=str
     )
-    held_out: bool = setting(True, "False: evaluate benchmarks alone")
+    held_out: bool = setting(
+        True, "False: evaluate benchmarks alone, not held-out problems of the task or files"
+    )
     benchmarks: tuple[str, ...] = setting(
         (),
         "gsm8k, tiny, ..., FILE.jsonl, environment:NAME, each with :setting=value:..., or "
@@ -71,7 +77,9 @@ class Evaluation:
     repetition_penalty: float = setting(1.0, "as rollout.repetition_penalty")
     min_tokens: int = setting(0, "as rollout.min_tokens", "tokens")
     k: tuple[int, ...] = setting((1,), "k of pass@k, maj@k and best@k; at most n", items=int)
-    responses_per_call: int = setting(1024, "per call of launch.evaluate", "responses", above=0)
+    responses_per_call: int = setting(
+        1024, "per call of launch.evaluate; an interrupted call is repeated", "responses", above=0
+    )
     reward_model: str = setting("", "classifier for best@k of launch.evaluate: directory or hub id")
     verifier: str = setting(
         "",
@@ -81,13 +89,15 @@ class Evaluation:
     upload: bool = setting(False, "True: launch.evaluate sends its figures to the trackers")
     run_programs: str = setting(
         "auto",
-        "programs that launch.evaluate runs: auto, of the templates pal, tora, tool-integrated "
-        "and jiuzhang_tora; always; never",
+        "whose Python programs launch.evaluate runs: auto, in responses to the templates pal, "
+        "tora, tool-integrated and jiuzhang_tora; always; never",
         choices=("auto", "always", "never"),
     )
     metrics: bool = setting(False, "True: measure hidden states too")
     metric_series: bool = setting(
-        False, "True: record each prefix's metrics; needs evaluation.metrics=True"
+        False,
+        "True: record each prefix's metrics in columns series/METRIC; needs "
+        "evaluation.metrics=True",
     )
     row_format: str = follows(
         "data.row_format", "Rows of held-out files; follows data.row_format unless set"

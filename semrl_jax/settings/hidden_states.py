@@ -11,7 +11,7 @@ from semrl_jax.support.fields import setting
 class HiddenStates:
     source: str = setting(
         "rollout",
-        "rollout, policy or none computes the measured states",
+        "Who computes the measured states: rollout, policy or none",
         choices=("rollout", "policy", "none"),
     )
     dtype: str = setting(

@@ -10,7 +10,9 @@ from semrl_jax.support.fields import setting
 @dataclasses.dataclass(frozen=True)
 class Logging:
     rollouts_every_steps: int = setting(
-        10, "between recorded responses; 0: none at all", at_least=0
+        10,
+        "between recorded responses, in addition to the last step and evaluations; 0: none at all",
+        at_least=0,
     )
     plot_every_steps: int = setting(
         10, "between drawings of the report; 0: only at the end", at_least=0

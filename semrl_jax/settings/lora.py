@@ -21,9 +21,13 @@ class Lora:
         items=str,
     )
     base_dtype: str = setting(
-        "float32", "float32 or bfloat16, of the base and reference", choices=DTYPES
+        "float32",
+        "dtype of the base, which is also the reference: float32 or bfloat16",
+        choices=DTYPES,
     )
-    dropout: float = setting(0.0, "share of inputs that are 0 in the update", within="[0, 1)")
+    dropout: float = setting(
+        0.0, "share of an adapter's inputs that are 0 in the update", within="[0, 1)"
+    )
     path: str = setting("", "directory in PEFT's format to start from; empty: new adapters")
 
 

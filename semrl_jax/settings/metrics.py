@@ -29,14 +29,15 @@ def _window(config: ml_collections.ConfigDict) -> ml_collections.FieldReference:
 @dataclasses.dataclass(frozen=True)
 class Metrics:
     stride: int = setting(
-        40, "between measured prefixes of a response; ERA needs 3 strides", "tokens", above=0
+        40, "between two measured prefixes of a response; ERA needs 3 strides", "tokens", above=0
     )
     dataset_stride: int = setting(
-        20, "between measured prefixes of a batch; 0: none", "responses", at_least=0
+        20, "between two measured prefixes of a batch; 0: not measured", "responses", at_least=0
     )
     window: str = derived(
         _window,
-        "exact, release or later. Follows shaping.reproduce_release unless set",
+        "Prefixes that velocity and acceleration compare: exact, release or later. Follows "
+        "shaping.reproduce_release unless set",
         choices=WINDOWS,
     )
     method: str = setting("gram", "gram; or svd, slower, with 5 digits", choices=METHODS)
@@ -50,7 +51,7 @@ class Metrics:
         each=GROUP_METRICS,
     )
     drift_every: int = setting(
-        0, "between comparisons with the reference's final states; 0: never", "steps", at_least=0
+        0, "between comparisons of final states with the reference's; 0: never", "steps", at_least=0
     )
     probes: tuple[str, ...] = setting(
         (),
@@ -69,7 +70,7 @@ class Metrics:
         1, "host threads that measure", "threads", above=0, at_most=1024, may_change=True
     )
     device_batch: int = setting(
-        0, "N at a time on the accelerator; 0: on the host", "responses", at_least=0
+        0, "N responses at a time on the accelerator; 0: on the host", "responses", at_least=0
     )
 
 

@@ -33,7 +33,8 @@ class Model:
     )
     reference_path: str = setting(
         "",
-        "directory or hub id, such as of a teacher; empty: the weights that training starts from",
+        "directory or hub id, such as of a teacher with the same tokenizer; empty: the "
+        "weights that training starts from",
     )
     references: tuple[str, ...] = setting(
         (),

@@ -12,9 +12,13 @@ from semrl_jax.support.fields import section, setting
 class Steps:
     """What the optimiser steps of policy and critic have each for themselves."""
 
-    learning_rate_warmup_steps: int = setting(0, "steps with a rising rate", at_least=0)
+    learning_rate_warmup_steps: int = setting(
+        0, "optimiser steps with a linearly rising rate", at_least=0
+    )
     learning_rate_schedule: str = setting(
-        "constant", "after the warm-up: constant, linear or cosine", choices=SCHEDULES
+        "constant",
+        "after the warm-up: constant, or linear or cosine down to learning_rate_final_fraction",
+        choices=SCHEDULES,
     )
     learning_rate_final_fraction: float = setting(
         0.0, "linear, cosine: share of the rate that is left", within="[0, 1]"

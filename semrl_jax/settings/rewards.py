@@ -28,7 +28,8 @@ class RewardModel:
     dtype: str = setting("float32", "float32 or bfloat16", choices=DTYPES)
     tokenizer: str = setting(
         "policy",
-        "policy: it reads the policy's token ids; own: the text",
+        "policy: it reads the policy's token ids; own: the text, through its own chat "
+        "template and tokenizer",
         choices=("policy", "own"),
     )
     chat_template: str = setting("", "own: Jinja file in place of its chat template")
@@ -36,7 +37,9 @@ class RewardModel:
         0, "own: longer sequences are truncated; 0: its context", at_least=0, at_most=2**31 - 1
     )
     truncation: str = setting(
-        "right", "own: which end of a long sequence goes: right or left", choices=("right", "left")
+        "right",
+        "own: which end of a long sequence goes: right, the response's, or left, the question's",
+        choices=("right", "left"),
     )
 
 
@@ -52,7 +55,9 @@ class Rewards:
         items=str,
     )
     model: RewardModel = section(RewardModel)
-    failure_score: float = setting(0.0, "score of a failed call", within=SCORES)
+    failure_score: float = setting(
+        0.0, "score if a function raises, hangs or returns no verdict", within=SCORES
+    )
     memory_limit_gib: float = setting(2.0, "limit of a worker; 0: none", at_least=0, at_most=2**20)
     mode: str = setting(
         "independent",
@@ -68,13 +73,15 @@ class Rewards:
     )
     probability_after: str = setting(
         "",
-        "A mark such as <answer>: the reward is the probability of the reference answer after it "
-        "(RLPR); empty: the verifier's score",
+        "A mark such as <answer>: the reward is the probability that the policy gives to the "
+        "reference answer after the last mark of a response (RLPR); empty: the verifier's score",
     )
     majority: bool = setting(
-        False, "True: reward 1 for the answer of most of its group, else 0 (TTRL)"
+        False,
+        "True: reward 1 for the answer of most of its group, else 0 (TTRL); references count "
+        "in the log, for a curriculum and keep_groups_by",
     )
-    shuffle: bool = setting(False, "True: permute rewards, as a control")
+    shuffle: bool = setting(False, "True: permute rewards over the batch, as a control")
 
 
 class RewardFunction(NamedTuple):

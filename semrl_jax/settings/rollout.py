@@ -34,9 +34,15 @@ class Rollout:
         may_change=True,
     )
     engine: str = setting(
-        "jax", "the trainer's own replica: jax, embedded, or vllm, a child process", choices=ENGINES
+        "jax",
+        "engine of the trainer's own replica: jax, embedded, or vllm, a child process",
+        choices=ENGINES,
     )
-    recorded: str = setting("", "Set by launch.replay", may_change=True)
+    recorded: str = setting(
+        "",
+        "Set by launch.replay: run whose recorded responses take the place of sampling",
+        may_change=True,
+    )
     token_file: str = setting(
         "", "token for the addresses; empty: $SEMRL_ROLLOUT_TOKEN", may_change=True
     )
@@ -46,14 +52,15 @@ class Rollout:
     group_size: int = setting(8, "responses per prompt", "responses", above=0)
     given_responses: int = setting(
         0,
-        "Most responses of a group that the data gives in place of the last sampled ones; 0: "
-        "none. docs/data.md",
+        "Most responses of a group that the data gives (data.given_field), in place of the last "
+        "sampled ones; 0: all are sampled. docs/data.md",
         "responses",
         at_least=0,
     )
     given_when: str = setting(
         "always",
-        "always; failed: only in groups in which no sampled response is correct",
+        "always: each group has its given responses, and samples the others; failed: only a group "
+        "in which no sampled response is correct",
         choices=("always", "failed"),
     )
     hint_rounds: int = setting(
@@ -76,14 +83,16 @@ class Rollout:
         at_least=0,
         may_change=True,
     )
-    temperature: float = setting(1.0, "0 is greedy", at_least=0)
+    temperature: float = setting(1.0, "temperature of the sampling; 0 is greedy", at_least=0)
     top_p: float = setting(
-        1.0, "most probable tokens with this total probability; 1: all", within="(0, 1]"
+        1.0,
+        "sample from the most probable tokens with this total probability; 1: all",
+        within="(0, 1]",
     )
-    top_k: int = setting(0, "number of most probable tokens; 0: all", at_least=0)
+    top_k: int = setting(0, "sample from this many most probable tokens; 0: all", at_least=0)
     min_p: float = setting(
         0.0,
-        "tokens with this share of the largest probability; 0: all",
+        "sample from tokens with at least this share of the largest probability; 0: all",
         within=DISTRIBUTION["min_p"],
     )
     presence_penalty: float = setting(
@@ -103,10 +112,10 @@ class Rollout:
     max_prompt_tokens: int = setting(512, "longer prompts of files are left out", above=0)
     max_response_tokens: int = setting(1536, "a response is truncated there", above=0)
     stop_token_ids: tuple[int, ...] = setting(
-        (), "ids that end a response. docs/data.md", items=int
+        (), "ids that end a response, in addition to the end token. docs/data.md", items=int
     )
     stop_words: tuple[str, ...] = setting(
-        (), "of one token, or verl:llama, ...; repeat the flag", items=str
+        (), "words of one token that end a response, or verl:llama, ...; repeat the flag", items=str
     )
     stop_strings: tuple[str, ...] = setting(
         (), "texts that end a response; they may span tokens; repeat the flag", items=str
@@ -120,10 +129,15 @@ class Rollout:
         "", "dtype of weights on the wire; empty: model.compute_dtype", choices=("", *DTYPES)
     )
     router_replay: bool = setting(
-        False, "True: the trainer takes the experts that the engine took. docs/models.md"
+        False,
+        "True: the trainer's tokens go to the experts that they went to in the engine; only for "
+        "mixtures of experts. docs/models.md",
     )
     max_staleness: int = setting(
-        0, "Lag k: weights of step s - k sample step s. docs/ahead.md", "steps", at_least=0
+        0,
+        "Lag k: weights of step s - k sample the batch of step s. docs/ahead.md",
+        "steps",
+        at_least=0,
     )
     in_turns: bool = setting(
         False,
@@ -134,10 +148,13 @@ class Rollout:
         300.0, "limit for all replicas to answer", above=0, may_change=True
     )
     call_timeout_s: float = setting(
-        7200.0, "limit of a batch or a sync, retries included", above=0, may_change=True
+        7200.0,
+        "limit of a batch of responses or a sync, retries included",
+        above=0,
+        may_change=True,
     )
     sync_wait_s: float = setting(
-        60.0, "limit for the others, once one has new weights", above=0, may_change=True
+        60.0, "limit for other replicas, once one has new weights", above=0, may_change=True
     )
     stall_timeout_s: float = setting(
         600.0, "longest silence of a replica, compilation included", above=0, may_change=True
@@ -148,13 +165,21 @@ class Rollout:
     jax_process_cores: int = setting(
         0, "cores of each child process; 0: all share all", "cores", at_least=0
     )
-    jax_max_batch: int = setting(128, "responses decoded side by side", "responses", above=0)
+    jax_max_batch: int = setting(
+        128,
+        "responses decoded side by side; a CPU divides them among its cores",
+        "responses",
+        above=0,
+    )
     jax_chunk_tokens: int = setting(16, "decoded tokens between two transfers", above=0)
     jax_tensor_parallelism: int = setting(
         1, "devices of a copy of the weights; -1: the rest", "devices", may_change=True
     )
     jax_data_parallelism: int = setting(
-        1, "copies of the weights; -1: the rest. docs/clusters.md", "devices", may_change=True
+        1,
+        "copies of the weights, a power of two; -1: the rest. docs/clusters.md",
+        "devices",
+        may_change=True,
     )
     vllm_python: str = setting(
         ".venv-vllm/bin/python", "Python of vLLM's environment", may_change=True
@@ -183,7 +208,9 @@ class Rollout:
     vllm_enforce_eager: bool = setting(
         False, "True: no compilation, a start in half the time", may_change=True
     )
-    vllm_inner_states: bool = setting(False, "True: states of all layers, without compilation")
+    vllm_inner_states: bool = setting(
+        False, "True: states of all layers, without compilation, in more memory"
+    )
     vllm_quantization: str = setting(
         "",
         "8-bit weights: fp8_per_channel, fp8_per_tensor or fp8_per_block; empty: no. docs/vllm.md",

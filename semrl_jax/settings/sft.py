@@ -22,11 +22,11 @@ class Sft:
         may_change=True,
     )
     evaluation_files: tuple[str, ...] = setting(
-        (), "held-out conversations", items=str, may_change=True
+        (), "held-out conversations; each file has its own loss", items=str, may_change=True
     )
     evaluation_every_steps: int = setting(
         50,
-        "between evaluations, also at the start and the end; 0: never",
+        "between evaluations, also before the first and after the last step; 0: never",
         at_least=0,
         may_change=True,
     )
@@ -43,14 +43,16 @@ class Sft:
     add_special_tokens: bool = setting(True, "as data.add_special_tokens", may_change=True)
     chat_template: str = setting("", "Jinja file in place of the tokenizer's template")
     skip_bad_rows: bool = setting(False, "as data.skip_bad_rows")
-    max_tokens: int = setting(2048, "limit of a conversation")
+    max_tokens: int = setting(2048, "limit of a conversation, template included")
     too_long: str = setting(
         "drop", "conversations above max_tokens: drop, truncate or refuse", choices=TOO_LONG
     )
     num_epochs: int = setting(1, "passes over the conversations", "epochs", above=0)
     num_steps: int = setting(0, "optimiser steps; above 0, replaces num_epochs", at_least=0)
     batch_size: int = setting(64, "per optimiser step", "conversations", above=0)
-    batch_tokens: int = setting(0, "per optimiser step; above 0, replaces batch_size", at_least=0)
+    batch_tokens: int = setting(
+        0, "most per optimiser step; above 0, replaces batch_size", at_least=0
+    )
     micro_batch_size: int = setting(
         8, "as training.micro_batch_size", "conversations", above=0, may_change=True
     )
@@ -66,7 +68,9 @@ class Sft:
     schedule: str = setting(
         "cosine", "rate after the warm-up: cosine, linear or constant", choices=SCHEDULES
     )
-    warmup_fraction: float = setting(0.03, "share of steps with a rising rate", within="[0, 1]")
+    warmup_fraction: float = setting(
+        0.03, "share of steps in which the rate rises", within="[0, 1]"
+    )
     final_fraction: float = setting(
         0.0, "linear, cosine: share of the rate that is left", within="[0, 1]"
     )

@@ -17,7 +17,7 @@ class Training(Steps):
     )
     num_epochs: int = setting(
         0,
-        "passes over the prompts; above 0, replaces num_steps",
+        "passes over the prompts, in whole steps; above 0, replaces num_steps",
         "epochs",
         at_least=0,
         may_change=True,
@@ -31,17 +31,20 @@ class Training(Steps):
     )
     prompts_per_minibatch: int = derived(
         lambda config: part_of(config.data.get_ref("prompts_per_step"), 24),
-        "per optimiser step; default: 24 if that divides data.prompts_per_step, else all",
+        "per optimiser step; divides data.prompts_per_step. Default: 24 if that divides "
+        "it, else all",
         "prompts",
         above=0,
     )
-    ppo_epochs: int = setting(1, "over the responses of a step", "passes", above=0)
+    ppo_epochs: int = setting(
+        1, "passes over the responses of a step, with other mini-batches in each", "passes", above=0
+    )
     micro_batch_size: int = setting(
         8, "per forward and backward pass", "responses", above=0, may_change=True
     )
     micro_batch_tokens: int = setting(
         0,
-        "per pass and data shard; above 0, replaces micro_batch_size",
+        "per pass and data shard, padding included; above 0, replaces micro_batch_size",
         at_least=0,
         may_change=True,
     )
@@ -66,7 +69,8 @@ class Training(Steps):
     )
     export: str = setting(
         "",
-        "float32 or bfloat16, of WORKDIR/model, a directory written at the end; empty: none",
+        "dtype of WORKDIR/model, a Hugging Face directory written at the end: float32 or "
+        "bfloat16; empty: none",
         choices=("", *DTYPES),
         may_change=True,
     )

@@ -17,7 +17,7 @@ class WarmStart:
     batch_size: int = setting(64, "per optimiser step", "sequences", above=0)
     micro_batch_size: int = derived(
         lambda config: part_of(config.warm_start.get_ref("batch_size"), 16),
-        "per pass; default: 16 if that divides batch_size, else all",
+        "per pass; divides batch_size. Default: 16 if that divides it, else all",
         "sequences",
         above=0,
     )

@@ -52,23 +52,29 @@ class ShapingOptions:
     """
 
     target: str = setting("advantage", "What gets the bonus: advantage, reward, both or none")
-    mixing: str = setting("adaptive", "adaptive, by the guidance; half; sum, no mixing")
+    mixing: str = setting(
+        "adaptive", "Weight of exploration: adaptive, by the guidance; half, 0.5; sum, no mixing"
+    )
     scale: str = setting("fixed", "fixed; or performance: the bonus falls as the mean reward rises")
     reproduce_release: bool = setting(
-        False, "With the release's defects, and metrics.window=release unless set; docs/verl.md"
+        False,
+        "With the release's defects: bonus on the last token, late baselines from zero, zeros "
+        "for short responses, metrics.window=release unless set; docs/verl.md",
     )
     alpha: float | int = setting(0.3, "update rate of the baselines, in (0, 1]")
-    gain: float | int = setting(2.0, "effect of the guidance")
+    gain: float | int = setting(2.0, "effect of the guidance on the weight of exploration")
     eta: float | int = setting(1.0, "strength of the bonus; 0: none")
     kappa: float | int = setting(2.0, "the bonus is at most |A| / kappa")
-    indicators: Sequence[str] = setting(INDICATORS, "metrics that give the bonus")
+    indicators: Sequence[str] = setting(
+        INDICATORS, "metrics whose deviations from their baselines give the bonus"
+    )
     explore_weights: Sequence[float | int] = setting(
         (0.0, 0.0, 1.0), "a weight per indicator, for exploration"
     )
     exploit_weights: Sequence[float | int] = setting(
         (0.0, 1.0, 0.0), "a weight per indicator, for exploitation"
     )
-    guidance: str = setting(GUIDANCE, "indicator that guides the mixing")
+    guidance: str = setting(GUIDANCE, "indicator that decides between exploration and exploitation")
 
     def __post_init__(self) -> None:
         for field, choices in CHOICES.items():
