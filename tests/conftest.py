@@ -83,19 +83,38 @@ MAX_RESIDENT_BYTES = int(1.3 * 2**30)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
-# Each worker takes whole files. The longest files come first, so that none runs alone at the end.
-# The tests of peers mostly wait, so they start first and leave the processors to other workers.
+# Each worker takes whole files. The longest files come first, so that none runs alone at the end: the
+# longest ones of the slow suite, then those of the fast one. There, three workers share two cores,
+# so of three files in a row the first mostly waits, and the others compute.
 LONGEST_FILES = (
-    "cluster/test_peers.py",
+    "launch/test_real_model.py",
+    "launch/test_processes.py",
+    "jobs/test_replay.py",
+    "runs/test_algorithms.py",
     "runs/test_train.py",
+    "launch/test_kills.py",
+    "cluster/test_peers.py",
+    "library/test_trainer.py",
     "parity/test_full_step.py",
-    "training/test_update.py",
-    "rollout/engines/test_jax.py",
-    "metrics/test_spectrum.py",
-    "rewards/test_pool.py",
-    "shaping/test_options.py",
-    "rollout/engines/test_jax_mesh.py",
     "rollout/client/test_client.py",
+    "rollout/engines/test_jax.py",
+    "rollout/http/test_openai.py",
+    "environments/test_pool.py",
+    "models/test_directory.py",
+    "models/test_families.py",
+    "rollout/client/test_scheduling.py",
+    "analysis/test_mismatch.py",
+    "metrics/test_batch.py",
+    "environments/tools/test_code.py",
+    "metrics/test_extremes.py",
+    "metrics/test_defects.py",
+    "tinker/test_server.py",
+    "training/test_update.py",
+    "algorithms/test_estimators.py",
+    "environments/test_journal.py",
+    "metrics/test_spectrum.py",
+    "shaping/test_options.py",
+    "rewards/test_pool.py",
 )
 
 
