@@ -11,7 +11,7 @@ SIZES = {
     "evaluation": {"every_steps": 0},
     "checkpoints": {"every_steps": 1},
     "logging": {"plot_every_steps": 0},
-    "metrics": {"stride": 2},
+    "metrics": {"stride": 2, "names": ("effective_rank",)},  # few programs
     "rewards": {"num_workers": 1},  # the start of one costs more than all grading
 }
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(5)]
