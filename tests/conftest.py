@@ -83,8 +83,8 @@ MAX_RESIDENT_BYTES = int(1.3 * 2**30)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
-# Each worker takes whole files. The longest files come first, so that none runs alone at the end:
-# those of the slow suite, then those of the fast one. In the fast one, three workers share two
+# Each worker takes whole files. The longest files come first, so that none runs alone at the end.
+# They begin with the longest files of the slow suite. In the fast suite, three workers share two
 # cores, so of three files in a row the first mostly waits, and the others compute.
 LONGEST_FILES = (
     "launch/test_real_model.py",

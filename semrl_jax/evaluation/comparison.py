@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -24,6 +24,8 @@ from semrl_jax.evaluation.results import (
     narrow_table,
     sizes_text,
 )
+from semrl_jax.evaluation.samples import Sample, by_problem
+from semrl_jax.evaluation.support import Support, support
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import replacing
 
@@ -80,6 +82,26 @@ def _differences(found: Figures, base: Figures) -> dict[str, Any]:
                     "share_above": difference.share_above,
                 }
     return rows
+
+
+def supports(samples: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Support]]:
+    """`Support` by name of the policy, without the first, and of the benchmark.
+
+    Benchmarks with one response to each problem have none.
+    """
+    by_benchmark: dict[str, dict[str, list[Sample]]] = {}
+    for name, of_policy in samples.items():
+        for sample in of_policy:
+            by_benchmark.setdefault(sample.benchmark, {}).setdefault(name, []).append(sample)
+    first, *others = samples
+    found: dict[str, dict[str, Support]] = {name: {} for name in others}
+    for benchmark, by_policy in by_benchmark.items():
+        problems = {name: by_problem(of_policy) for name, of_policy in by_policy.items()}
+        for name in others:
+            if first in problems and name in problems and len(problems[first][0]) > 1:
+                compared = support(problems[first], problems[name])
+                found[name] |= {} if compared is None else {benchmark: compared}
+    return found
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:

@@ -354,9 +354,14 @@ def _evaluate_policy(
 def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter: Reporter) -> None:
     """Writes comparison.json and page.html, and curves.png if a run has several steps."""
     compared = comparison.compare({item.source.name: item.figures for item in found})
-    write_json(output / "comparison.json", compared)
-    reporter.table(comparison.comparison_table(compared))
     samples = {item.source.name: read_samples(item.directory / SAMPLES) for item in found}
+    supports = comparison.supports(samples)
+    found_supports = {n: {b: s._asdict() for b, s in of.items()} for n, of in supports.items()}
+    write_json(output / "comparison.json", compared | {"supports": found_supports})
+    reporter.table(comparison.comparison_table(compared))
+    for name, of_policy in supports.items():
+        for benchmark, each in of_policy.items():
+            reporter.line(f"{benchmark}: {name} {each.sentence}")
     problem_page.write_page(output / "page.html", samples, compared["results"], output.name)
     runs: dict[str, dict[int, results.Results]] = {}
     for item in found:

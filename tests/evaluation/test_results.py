@@ -164,6 +164,25 @@ def test_comparison_with_the_first_policy():
     assert f"({100 * row['difference']:+.1f} ±{half:.1f})" in text and "200 x 2" in text
 
 
+def test_supports_count_the_problems_that_policies_solve():
+    first = samples_of([[1, 0], [1, 1], [0, 0], [0, 0], [0, 1]])
+    other = samples_of([[1, 1], [0, 0], [0, 1], [0, 0], [0, 1]])
+    greedy = samples_of([[1], [0]], benchmark="greedy")
+    given = {"a": [*first, *greedy], "b": [*other, *greedy], "c": first}
+    found = comparison.supports(given)
+    b = found["b"].pop("sums")
+    assert b[:4] == (2, 1, 1, 1)
+    assert b[4:] == pytest.approx((2 / 3, 1 / 3, 0.0, (1 - 2 + 0) / 10, 1 / 10))
+    assert "-10.0 points" in b.sentence and "+10.0 from the others" in b.sentence
+    c = found["c"].pop("sums")
+    assert c[:4] == (3, 0, 0, 2) and c[4:] == (1.0, 0.0, 0.0, 0.0, 0.0)
+    assert found == {"b": {}, "c": {}}
+    unsolved = comparison.supports({"a": samples_of([[0, 0]]), "b": samples_of([[0, 0]])})
+    assert unsolved["b"]["sums"][:7] == (0, 0, 0, 1, None, None, None)
+    more = {"a": first, "b": samples_of([[1, 0, 1]] * 5)}
+    assert comparison.supports(more) == {"b": {}}  # 2 and 3 responses
+
+
 def test_other_problems_are_not_compared():
     one, other = evaluated(simulated(0.5)), evaluated(simulated(0.5, num_problems=199))
     with pytest.raises(UserError, match="'b' and 'a' were evaluated on different problems"):

@@ -113,11 +113,15 @@ def test_policies_in_directories_of_one_name_have_results_of_their_own(trained, 
     output = tmp_path / "both"
     done = evaluate(
         f"--policy={trained}", f"--policy={second}/checkpoints/1", f"--output={output}",
-        "--num_problems=4",
+        "--num_problems=4", "--n=2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     names = [f"{trained.parent.name}/{trained.name}-step2", f"other/{trained.name}-step1"]
-    assert list(json.loads((output / "comparison.json").read_text())["results"]) == names
+    compared = json.loads((output / "comparison.json").read_text())
+    assert list(compared["results"]) == names
+    of_second = compared["supports"][names[1]]["arithmetic"]
+    assert sum(value for name, value in of_second.items() if name.startswith("num_")) == 4
+    assert f"arithmetic: {names[1]} solves" in done.stdout
     for name in names:
         assert name in done.stdout and (output / name / "results.json").is_file()
     again = evaluate(f"--policy={trained}", f"--policy={trained}", f"--output={tmp_path / 'no'}")

@@ -273,6 +273,8 @@ FIGURES = {
     "reflection_fraction": ("Responses with words of reflection", "share"),
     "reflection_words": ("Words of reflection", "per response"),
     "mean_turns": ("Turns of an episode", "turns"),
+    "answer_entropy": ("Entropy of the answers to a problem", "nats"),
+    "distinct_answers": ("Different answers to a problem", "answers"),
     "loss": ("Held-out loss", "nats"),
 }
 UNPLOTTED = {"num_problems"}

@@ -14,6 +14,7 @@ from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.protocols import Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED
 from semrl_jax.evaluation.scores import (
+    answers,
     best_of_k,
     greedy,
     lengths,
@@ -30,7 +31,17 @@ from tests.evaluation.making import make_problems, make_sample
 
 # Sums of at most 70 products of float64 numbers below 1, and of exponentials of log-factorials.
 CLOSE = {"rtol": 0, "atol": 1e-12}
-REPEATED = (best_of_k, lengths, majority, mean_at_n, pass_at_k, reflection, repetition, types)
+REPEATED = (
+    answers,
+    best_of_k,
+    lengths,
+    majority,
+    mean_at_n,
+    pass_at_k,
+    reflection,
+    repetition,
+    types,
+)
 
 
 SAMPLED = Plan(4, 0.6, 0.95, 20, 0.1, 0.5, -0.5, 1.2, 3)
@@ -289,3 +300,15 @@ def test_accuracy_by_type():
     )
     found = {name: statistics.mean(v) for name, v in figures(types, problems).items()}
     assert found == {"accuracy/Algebra": 0.25, "accuracy/Geometry": 1.0}
+
+
+def test_answers_have_the_entropy_of_their_shares():
+    """Answers are equal after normalisation; a problem without an answer does not count."""
+    extracted = [["2", "2.", "2.0", "3", "3", "3"], [None, "7", "7", None, "7", "7"], [None] * 6]
+    problems = make_problems([[0] * 6] * 3, extracted=extracted)
+    found = {name: statistics.mean(figure) for name, figure in figures(answers, problems).items()}
+    shares = np.array([2 / 6, 1 / 6, 3 / 6])
+    expected = {"answer_entropy": -shares @ np.log(shares) / 2, "distinct_answers": (3 + 1) / 2}
+    assert found == pytest.approx({f"responses/{name}": v for name, v in expected.items()})
+    nothing = figures(answers, problems[2:])
+    assert all(math.isnan(statistics.mean(figure)) for figure in nothing.values())
