@@ -244,10 +244,11 @@ LEFT_OUT = """## Left out
 | RECAP | losses of several objectives with weights of their own; here all prompts have one loss |
 | RLSP | PPO with a reward for length or of a judge: `ppo` and [`rewards.functions`](verifiers.md) |
 | APRIL, arrol | responses that are begun and given up; here all are completed |
-| NExt, merging of models | changes of saved weights, after training |
-| REAL, REC, RED, V0.5, MSSR, SPARK, RLSP, ScaleRL, OLR, TraPO, RECAP | not examined yet |
-| RoRecomp, SCOPE | the same |
-| NExt | a predictor that is trained on many checkpoints; linear steps are possible |
+| SCOPE | a model that finds the first wrong step, and a better model that corrects it |
+| NExt | a predictor of weights that is trained on the checkpoints of many runs |
+| merging of models | needs no trainer: tools such as mergekit merge exported directories |
+| reranking by rewards of processes | a model that judges steps; `best_of_k` has reward models |
+| MATH-Beyond | a data set: [a file](data.md) that `--benchmarks` takes |
 """
 
 
