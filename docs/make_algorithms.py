@@ -105,11 +105,14 @@ run. `distillation` trains without rewards, which are then only in the log:
 ```bash
 python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
     --config.model.path=STUDENT --config.model.reference_path=TEACHER \\
-    --config.algorithms.name=distillation --config.shaping.target=none
+    --config.algorithms.name=distillation --config.algorithms.loss.kl_coefficient=0 \\
+    --config.shaping.target=none
 ```
 
-Over the whole vocabulary instead of the sampled token, with a lower variance of the gradient, in
-addition to the flags above:
+Without `kl_coefficient=0`, its default 0.001 adds a second, much weaker pull to the teacher.
+
+These flags, after those above, take the whole vocabulary instead of the sampled token. The gradient
+then varies less:
 
 ```
 --config.algorithms.advantage.teacher_weight=0 \\
@@ -130,12 +133,13 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/self_distilled \
 
 A replica may hold the teacher. It sends the final states of the responses, D numbers per token
 instead of the V of logits, and the trainer has only the teacher's output matrix, in the memory of
-its host:
+its host. The replica runs until it is stopped. Start it in the background, or in a second shell
+with the same token:
 
 ```bash
 export SEMRL_ROLLOUT_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
 python -m launch.rollout --policy=TEACHER --port=50061 \\
-    --config.rollout.max_prompt_tokens=2047 --config.rollout.max_response_tokens=1
+    --config.rollout.max_prompt_tokens=639 --config.rollout.max_response_tokens=1 &
 python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
     --config.model.path=STUDENT --config.model.reference_path=TEACHER \\
     --config.model.reference_addresses=127.0.0.1:50061 \\
@@ -143,30 +147,36 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
 ```
 
 - `rollout.max_prompt_tokens` of the replica must hold a prompt with all but the last token of its
-  response. States of prompts are sent too.
+  response: `max_prompt_tokens` + `max_response_tokens` - 1 of the trainer, here 512 + 128 - 1. The
+  run says the number if the replica's is too small. States of prompts are sent too.
 - The replica computes in its own `--config.model.compute_dtype`. The states travel in the dtype
   that the trainer computes in. In float32, the log-probabilities are equal, up to rounding, to
   those of a reference in the trainer.
-- Repeat the flag for several replicas of one teacher, all started alike. They share the responses,
-  and the numbers do not depend on how many there are if they are JAX replicas. Token, TLS and time
-  limits are those of `rollout`. A replica that fails is retried, and one that starts again goes on.
-- Architecture, tokenizer and a sample of the weights are compared with `model.reference_path`. One
-  that serves other weights, at the start or later, ends the run with one line.
+- Repeat `--config.model.reference_addresses` for several replicas of one teacher, all started
+  alike. They share the responses, and the numbers do not depend on how many there are if they are
+  JAX replicas. Token, TLS and time limits are those of `rollout`. A replica that fails is retried,
+  and one that starts again goes on.
+- Architecture, tokenizer and a sample of the weights are compared with `model.reference_path`. A
+  replica that serves other weights, at the start or later, ends the run with one line.
 - The exact KL needs the teacher in the trainer.
 
 ### A teacher for each data source
 
-`model.references` names other teachers for the prompts of single [data sources](data.md), and
+`model.references` names other teachers for the prompts of single [data sources](data.md#rows), and
 `model.reference_addresses` their replicas. Prompts of other sources have `model.reference_path`, or
 without it the weights at the start:
 
-```
---config.model.references=math=MATH_TEACHER --config.model.references=code=CODE_TEACHER \\
---config.model.reference_addresses=code=127.0.0.1:50062
+```bash
+python -m launch.train --config=configs/default.py --workdir=runs/two_teachers \\
+    --config.model.path=STUDENT --config.data.task=files \\
+    --config.data.files=data/math.jsonl --config.data.files=data/code.jsonl \\
+    --config.model.references=math=MATH_TEACHER --config.model.references=code=CODE_TEACHER \\
+    --config.model.reference_addresses=code=127.0.0.1:50062 \\
+    --config.algorithms.name=distillation --config.shaping.target=none
 ```
 
-Each teacher reads the responses of its sources alone, in a pass before the update. So this goes
-with every algorithm that has a reference, but not with the exact KL.
+Each teacher reads only the responses to prompts of its sources, in a pass before the update. So
+this goes with every algorithm that has a reference, but not with the exact KL.
 
 ### What all teachers have in common
 

@@ -106,8 +106,8 @@ COLUMNS = {
     "num_prefix": Column(WHOLE, "number of first tokens that are from `parent`"),
     "hint": Column(
         NUMBER,
-        "share of a solution that its prompt contains; only if a response has a "
-        "[hint](data.md#hints)",
+        "share of a solution that its prompt contains, 0 without a hint; only with "
+        "[hints](data.md#hints)",
     ),
     "turn_rewards": Column(
         _per_token(pa.float32()),
