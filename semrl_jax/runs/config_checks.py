@@ -84,6 +84,11 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"algorithms.batch_rules.overlong_tokens={rules.overlong_tokens} must be at most "
             f"rollout.max_response_tokens={rollout.max_response_tokens}."
         )
+    if config.rewards.shuffle and algorithm.needs.spans:
+        raise UserError(
+            f"rewards.shuffle=True and algorithms.name={config.algorithms.name!r}: steps have "
+            "rewards of their own, which other responses have no place for; set it to False."
+        )
     rewards = config.rewards
     verifiers, _ = split_functions(reward_functions(rewards.functions))
     names = [each.function for each in verifiers] or [rewards.function or "math"]

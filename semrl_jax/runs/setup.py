@@ -16,7 +16,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from semrl_jax import data, models
-from semrl_jax.algorithms.algorithm import check_functions, load_algorithm
+from semrl_jax.algorithms.algorithm import Algorithm, check_functions, load_algorithm
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
@@ -180,55 +180,7 @@ def check_inputs(
         check_offload(True, mesh.local_devices[0], "rollout.in_turns")
         check_gives_back(config, mesh.local_devices[0])
     plan = PassPlan.of(algorithm, config)
-    if config.metrics.drift_every and plan.reference == NONE:
-        raise UserError(
-            f"metrics.drift_every={config.metrics.drift_every} needs a reference, which algorithms."
-            f"name={config.algorithms.name!r} has with algorithms.loss.kl_coefficient above 0."
-        )
-    for named in reference_models(config.model).values():
-        if config.metrics.drift_every:
-            raise UserError(
-                f"metrics.drift_every={config.metrics.drift_every} measures how far the states "
-                f"have moved since the start, but {named.field}={named.path!r} is another model; "
-                "set 0."
-            )
-        if plan.reference == NONE:
-            raise UserError(
-                f"{named.field}={named.path!r} is not read: algorithms.name="
-                f"{config.algorithms.name!r} with these settings has no reference; remove it, or "
-                "set algorithms.loss.kl_coefficient above 0."
-            )
-    if config.rewards.shuffle and algorithm.needs.spans:
-        raise UserError(
-            f"rewards.shuffle=True and algorithms.name={config.algorithms.name!r}: steps have "
-            "rewards of their own, which other responses have no place for; set it to False."
-        )
-    if "reference" in config.training.offload and plan.reference == NONE:
-        raise UserError(
-            f"training.offload={tuple(config.training.offload)}: algorithms.name="
-            f"{config.algorithms.name!r} with these settings has no reference; remove 'reference'."
-        )
-    if algorithm.needs.exact_kl and plan.reference != UPDATE:
-        raise UserError(
-            "algorithms.loss.kl_estimator='exact' compares policy and reference in the update, "
-            "which has the reference only without training.offload='reference', "
-            "data.teacher_input, model.references and model.reference_addresses; remove one."
-        )
-    if plan.own_teacher and plan.reference != NONE:
-        raise UserError(
-            f"algorithms.name={config.algorithms.name!r} needs a reference and its own teacher, "
-            "which take the same place; set algorithms.loss.kl_coefficient=0."
-        )
-    if plan.own_teacher and not config.data.teacher_input:
-        raise UserError(
-            "algorithms.advantage.teacher='policy' needs data.teacher_input: without it, teacher "
-            "and policy are equal."
-        )
-    if (text := config.data.teacher_input) and plan.reference == NONE and not plan.own_teacher:
-        raise UserError(
-            f"data.teacher_input={text!r:.200} is not read: algorithms.name="
-            f"{config.algorithms.name!r} with these settings has no reference; remove it."
-        )
+    _check_reference(config, algorithm, plan)
     check_memory(config, policy.config, lora)
     if is_embedded(config):
         configured_mesh(config, policy.config)
@@ -314,6 +266,56 @@ def check_inputs(
             config, tokenizer, prompts, min(teachers, key=lambda c: c.max_position_embeddings)
         ),
     )
+
+
+def _check_reference(
+    config: ml_collections.ConfigDict, algorithm: Algorithm, plan: PassPlan
+) -> None:
+    """UserError for settings of a reference or teacher that the passes of an update do not read."""
+    if config.metrics.drift_every and plan.reference == NONE:
+        raise UserError(
+            f"metrics.drift_every={config.metrics.drift_every} needs a reference, which algorithms."
+            f"name={config.algorithms.name!r} has with algorithms.loss.kl_coefficient above 0."
+        )
+    for named in reference_models(config.model).values():
+        if config.metrics.drift_every:
+            raise UserError(
+                f"metrics.drift_every={config.metrics.drift_every} measures how far the states "
+                f"have moved since the start, but {named.field}={named.path!r} is another model; "
+                "set 0."
+            )
+        if plan.reference == NONE:
+            raise UserError(
+                f"{named.field}={named.path!r} is not read: algorithms.name="
+                f"{config.algorithms.name!r} with these settings has no reference; remove it, or "
+                "set algorithms.loss.kl_coefficient above 0."
+            )
+    if "reference" in config.training.offload and plan.reference == NONE:
+        raise UserError(
+            f"training.offload={tuple(config.training.offload)}: algorithms.name="
+            f"{config.algorithms.name!r} with these settings has no reference; remove 'reference'."
+        )
+    if algorithm.needs.exact_kl and plan.reference != UPDATE:
+        raise UserError(
+            "algorithms.loss.kl_estimator='exact' compares policy and reference in the update, "
+            "which has the reference only without training.offload='reference', "
+            "data.teacher_input, model.references and model.reference_addresses; remove one."
+        )
+    if plan.own_teacher and plan.reference != NONE:
+        raise UserError(
+            f"algorithms.name={config.algorithms.name!r} needs a reference and its own teacher, "
+            "which take the same place; set algorithms.loss.kl_coefficient=0."
+        )
+    if plan.own_teacher and not config.data.teacher_input:
+        raise UserError(
+            "algorithms.advantage.teacher='policy' needs data.teacher_input: without it, teacher "
+            "and policy are equal."
+        )
+    if (text := config.data.teacher_input) and plan.reference == NONE and not plan.own_teacher:
+        raise UserError(
+            f"data.teacher_input={text!r:.200} is not read: algorithms.name="
+            f"{config.algorithms.name!r} with these settings has no reference; remove it."
+        )
 
 
 @contextlib.contextmanager

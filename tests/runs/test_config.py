@@ -424,6 +424,12 @@ CONTRADICTIONS = [
         "credit='turn' must be 'episode'",
     ),
     ({}, "algorithms.name", "capo", "needs rewards of steps, and the verifier 'math' judges none"),
+    (
+        {"rewards.shuffle": True},
+        "algorithms.name",
+        "capo",
+        "steps have rewards of their own, which",
+    ),
     (HINTS, "rollout.given_responses", 1, "both help groups that fail; leave one of them out"),
     (HINTS, "data.curriculum", "window", "it would count prompts with hints as solved; leave one"),
     (HINTS, "rewards.majority", True, "no reference says which groups fail; leave one of them"),
