@@ -144,7 +144,7 @@ def test_replicas_compute_what_the_trainer_does(
         np.testing.assert_allclose(one[0][key], here[key], rtol=1e-5)
 
 
-def test_a_replica_that_does_not_fit_is_refused(config, teacher, serve):
+def test_a_replica_that_does_not_fit_is_refused(config, teacher, serve, monkeypatch):
     served, other = teacher(), teacher(seed=4, name="other")
     policy, tokenizer = build_policy(config)
     good = serve(served)
@@ -172,6 +172,9 @@ def test_a_replica_that_does_not_fit_is_refused(config, teacher, serve):
     served.rollout.max_prompt_tokens = 600
     empty = serve(served, has_weights=False)
     refused("no replica serves the weights .*started without --policy", opened, empty, served)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference_replicas, "SEQUENCES_PER_CALL", 70_000)
+        refused("takes 65536 sequences per call, and a ref.* needs 70000", opened, good, served)
     good.close(0.0)
     refused("cannot be reached within 1 s .*correct model.reference_addr", opened, good, served)
 
@@ -200,6 +203,9 @@ def test_what_does_not_go_with_a_teacher_is_refused(config, teacher, monkeypatch
     config.model.reference_addresses = ("arithmetic=127.0.0.1:1",)
     monkeypatch.delenv("SEMRL_ROLLOUT_TOKEN", raising=False)
     refused("the replicas' token is empty", check)
+    config.rollout.addresses = ("127.0.0.1:1",)  # as from rollout.addresses_file
+    refused("both name '127.0.0.1:1'; a replica has one model", check)
+    config.rollout.addresses = ()
     config.model.reference_addresses, config.model.reference_path = (), short
     refused("model.reference_path=.* is not read: each data source", check)
     config.model.references, real = (), Algorithm.needs.fget
