@@ -302,7 +302,7 @@ class Rollout:
         own with temperature 0); vLLM counts all tokens but the 20 likeliest as one, which gives at
         most the entropy. 0 at context. None if not requested.
       parent: sample index of the response of its group whose first `num_prefix` tokens it begins
-        with; -1 if it was sampled from its prompt. See `sampling.branching`.
+        with; -1 if it was sampled from its prompt, None in runs without `sampling.branching`.
       hint: share of a solution that its prompt has, see `sampling.hints`; None in runs without
         hints.
     """
@@ -338,7 +338,7 @@ class Rollout:
     step_ends: Int[np.ndarray, " _"] | None = None
     step_rewards: Float[np.ndarray, " _"] | None = None
     entropies: Float[np.ndarray, " T"] | None = None
-    parent: int = -1
+    parent: int | None = None
     num_prefix: int = 0
     hint: float | None = None
 

@@ -173,15 +173,16 @@ def sizes_text(row: Mapping[str, Any]) -> str:
 
 
 def figure_text(row: Mapping[str, Any], name: str) -> str:
-    """A figure with half the width of its interval; percent to one decimal, or tokens."""
+    """A figure with half the width of its interval; percent, tokens or a score."""
     value = row.get(name)
     if value is None:
         return "-"
     is_share = "length" not in name and not name.endswith(("_words", "mean_score", "mean_turns"))
     scale = 100 if is_share else 1
     low, high = row[f"{name}_interval"]
-    half = "" if low is None else f" ±{scale * (high - low) / 2:.1f}"
-    return f"{round(scale * value, 1) + 0.0:.1f}{half}"  # + 0.0: no "-0.0"
+    digits = 3 if name.endswith("mean_score") else 1
+    half = "" if low is None else f" ±{scale * (high - low) / 2:.{digits}f}"
+    return f"{round(scale * value, digits) + 0.0:.{digits}f}{half}"  # + 0.0: no "-0.0"
 
 
 def names_of(found: Results) -> list[str]:

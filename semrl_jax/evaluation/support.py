@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from semrl_jax.evaluation.repeated import correct_counts
 from semrl_jax.evaluation.samples import Sample
 
@@ -32,6 +34,8 @@ class Support(NamedTuple):
     # policy solves, the second over the others.
     gain_on_solved: float
     gain_on_unsolved: float
+    gained: tuple[int, ...]  # `group_id` of these problems
+    lost: tuple[int, ...]
 
     @property
     def sentence(self) -> str:
@@ -51,8 +55,11 @@ def support(first: Sequence[Sequence[Sample]], other: Sequence[Sequence[Sample]]
     (n,), before, after = sizes, correct_counts(first), correct_counts(other)
     solved = before > 0
     gains = (after - before) / (n * len(before))
-    kept, lost = int((solved & (after > 0)).sum()), int((solved & (after == 0)).sum())
-    gained = int((~solved & (after > 0)).sum())
+    kept = int((solved & (after > 0)).sum())
+    ids = np.array([samples[0].group_id for samples in first])
+    gained_ids = tuple(ids[~solved & (after > 0)].tolist())
+    lost_ids = tuple(ids[solved & (after == 0)].tolist())
+    gained, lost = len(gained_ids), len(lost_ids)
 
     def share(count: int, of: int) -> float | None:
         return count / of if of else None
@@ -67,4 +74,6 @@ def support(first: Sequence[Sequence[Sample]], other: Sequence[Sequence[Sample]]
         net_change=share(gained - lost, kept + gained + lost),
         gain_on_solved=math.fsum(gains[solved]),
         gain_on_unsolved=math.fsum(gains[~solved]),
+        gained=gained_ids,
+        lost=lost_ids,
     )

@@ -200,6 +200,10 @@ def method_line(config: ml_collections.ConfigDict) -> str:
     parts += [f"reference {entry}" for entry in named if entry]
     if config.data.curriculum:
         parts.append(f"curriculum {config.data.curriculum}")
+    if config.rollout.branching:
+        parts.append(f"branching {config.rollout.branching}")
+    if config.rollout.hint_rounds:
+        parts.append(f"{config.rollout.hint_rounds} rounds of hints")
     if rewards.majority:
         parts.append("majority rewards")
     elif rewards.probability_after:

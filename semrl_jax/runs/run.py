@@ -54,8 +54,7 @@ class Run:
     answers: Journal | None = None  # of environments
     _writer: MetricWriter | None = None
     _told_size: bool = False  # of a record for replays
-    _warned: bool = False  # of a mismatch
-    _warned_of_failures: bool = False  # of verifiers
+    _warned: set[str] = dataclasses.field(default_factory=set)  # of what
 
     def begin_rows(self, first_step: int) -> None:
         """Opens the log; removes what an earlier attempt recorded from `first_step` on."""
@@ -79,24 +78,28 @@ class Run:
         if self._writer is not None:
             self._writer.write(step, scalars)
 
-    def _warn_of_mismatch(self, scalars: Mapping[str, float]) -> None:
-        """Once: whoever looks closer finds the later steps in the report."""
-        if self._warned:
-            return
-        if warning := mismatch_warning(self.config, scalars, self.workdir.path):
-            self._warned = True
-            self.reporter.notice(warning)
-
-    def _warn_of_failures(self, result: StepResult) -> None:
-        """Once: the log counts the failures of later steps."""
+    def _warn(self, result: StepResult, scalars: Mapping[str, float]) -> None:
+        """Says each problem once: the log and the report have the later steps."""
+        if "mismatch" not in self._warned:
+            self._warn_of("mismatch", mismatch_warning(self.config, scalars, self.workdir.path))
         errors = list(filter(None, (item.verdict.error for item in result.scored)))
-        if self._warned_of_failures or 2 * len(errors) < len(result.scored):
-            return
-        self._warned_of_failures = True
-        self.reporter.notice(
-            f"warning: {len(errors)} of {len(result.scored)} responses have no verdict, such as "
-            f"{errors[0]!r:.300}; see `verifier_error` in rollouts/"
-        )
+        if 2 * len(errors) >= len(result.scored):
+            self._warn_of(
+                "failures",
+                f"warning: {len(errors)} of {len(result.scored)} responses have no verdict, such "
+                f"as {errors[0]!r:.300}; see `verifier_error` in rollouts/",
+            )
+        if scalars.get("rollout/branches/fraction") == 0:
+            self._warn_of(
+                "branches",
+                f"warning: rollout.branching={self.config.rollout.branching!r} found no token at "
+                "which a response may branch; for a tokenizer of characters, set min_characters=1",
+            )
+
+    def _warn_of(self, what: str, warning: str | None) -> None:
+        if warning and what not in self._warned:
+            self._warned.add(what)
+            self.reporter.notice(warning)
 
     def record(self, result: StepResult, bar: Bar) -> dict[str, float]:
         """Writes the row and, if due, the responses; prints one line each; returns the row."""
@@ -116,8 +119,7 @@ class Run:
             scalars |= result.scalars | _rates(result)
             if result.trace is not None:
                 self._write_record(result)
-            self._warn_of_mismatch(scalars)
-            self._warn_of_failures(result)
+            self._warn(result, scalars)
         scalars |= clock.scalars()
         self._writer.write(step, scalars)
         if evaluation is not None:

@@ -96,12 +96,14 @@ def _step_scalars(scored: Scored) -> dict[str, float]:
 
 
 def _branch_scalars(scored: Scored, correct: Bool[np.ndarray, " B"]) -> dict[str, float]:
-    """Scalars of the responses that begin with a prefix of another one; {} if there is none."""
-    prefixes = np.array([item.rollout.num_prefix for item in scored])
-    if not (is_branch := prefixes > 0).any():
+    """Scalars of the responses that begin with a prefix of another one; {} without branching."""
+    if all(item.rollout.parent is None for item in scored):
         return {}
-    return {
-        "rollout/branches/fraction": is_branch.mean(),
+    prefixes = np.array([item.rollout.num_prefix for item in scored])
+    found = {"rollout/branches/fraction": (is_branch := prefixes > 0).mean()}
+    if not is_branch.any():
+        return found
+    return found | {
         "rollout/branches/prefix_tokens/mean": prefixes[is_branch].mean(),
         "rollout/branches/correct": correct[is_branch].mean(),
         "rollout/branches/parents_correct": correct[_parents(scored, is_branch)].mean(),

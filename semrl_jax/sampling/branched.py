@@ -80,7 +80,7 @@ class Branched:
                 if not self.rule.options.trains_prefix:  # else the memory of all states
                     kept = dataclasses.replace(rollout, hidden_states=None)
                 whole[rollout.group_id][rollout.sample_index] = kept
-                yield dataclasses.replace(rollout, entropies=None)
+                yield dataclasses.replace(rollout, entropies=None, parent=-1)
         if not branches:
             return
         prefixes: dict[str, Rollout] = {}

@@ -160,7 +160,7 @@ def _item_of(row: Mapping[str, Any], routing: tuple[str, int, int] | None) -> Sc
             VersionSpan(WeightVersion("", "", step, ""), start, end) for step, start, end in spans
         ),
         environment_error=row["verifier_error"] if is_episode else "",
-        parent=row.get("parent", -1),
+        parent=row.get("parent"),
         num_prefix=row.get("num_prefix", 0),
         hint=row.get("hint"),
         **arrays,

@@ -141,8 +141,9 @@ class Scored(Sequence[ScoredRollout]):
                 found[array.name] = values
         if any(rollout.hint is not None for rollout in rollouts):
             found["hint"] = [rollout.hint for rollout in rollouts]
-        if any(rollout.num_prefix for rollout in rollouts):
-            found["parent"] = [rollout.parent for rollout in rollouts]
+        if any(rollout.parent is not None for rollout in rollouts):
+            # A given response may have the place of a branch.
+            found["parent"] = [-1 if r.parent is None else r.parent for r in rollouts]
             found["num_prefix"] = [rollout.num_prefix for rollout in rollouts]
         if "turn_rewards" in found:
             found["turn_characters"] = [_turn_characters(rollout, text) for rollout in rollouts]

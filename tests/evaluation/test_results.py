@@ -172,10 +172,11 @@ def test_supports_count_the_problems_that_policies_solve():
     found = comparison.supports(given)
     b = found["b"].pop("sums")
     assert b[:4] == (2, 1, 1, 1)
-    assert b[4:] == pytest.approx((2 / 3, 1 / 3, 0.0, (1 - 2 + 0) / 10, 1 / 10))
+    assert b[4:9] == pytest.approx((2 / 3, 1 / 3, 0.0, (1 - 2 + 0) / 10, 1 / 10))
+    assert (b.gained, b.lost) == ((2,), (1,))
     assert "-10.0 points" in b.sentence and "+10.0 from the others" in b.sentence
     c = found["c"].pop("sums")
-    assert c[:4] == (3, 0, 0, 2) and c[4:] == (1.0, 0.0, 0.0, 0.0, 0.0)
+    assert c[:4] == (3, 0, 0, 2) and c[4:] == (1.0, 0.0, 0.0, 0.0, 0.0, (), ())
     assert found == {"b": {}, "c": {}}
     unsolved = comparison.supports({"a": samples_of([[0, 0]]), "b": samples_of([[0, 0]])})
     assert unsolved["b"]["sums"][:7] == (0, 0, 0, 1, None, None, None)

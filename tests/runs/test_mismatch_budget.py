@@ -1,8 +1,11 @@
 """A run warns of a mismatch that its dtypes do not explain, once."""
 
+import types
+
 import jax
 import pytest
 
+from semrl_jax.rewards.verdict import Verdict
 from semrl_jax.rollout.engines.jax import _StagedWeights
 from semrl_jax.runs import train
 from semrl_jax.runs.mismatch_budget import BUDGET, mismatch_warning
@@ -52,9 +55,16 @@ def test_a_run_warns_once(config):
         path = "runs/mine"
 
     run = Run(config, Workdir, None, None, Reporter, None, leads=True)
+    right, wrong = Verdict(1.0, True, True, None), Verdict(0.0, False, False, None, "exception: x")
+    result = types.SimpleNamespace(scored=[types.SimpleNamespace(verdict=right)] * 3)
     for _ in range(2):
-        run._warn_of_mismatch({LOGPROB: 1.0})
-    assert len(said) == 1
+        run._warn(result, {LOGPROB: 1.0, "rollout/branches/fraction": 0.5})
+    assert len(said) == 1 and "launch.mismatch" in said[0]
+    result.scored += [types.SimpleNamespace(verdict=wrong)] * 3
+    for _ in range(2):
+        run._warn(result, {LOGPROB: 1.0, "rollout/branches/fraction": 0.0})
+    assert len(said) == 3 and "3 of 6 responses have no verdict" in said[1]
+    assert "set min_characters=1" in said[2]
 
 
 def scaled(params):

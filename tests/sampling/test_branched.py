@@ -174,8 +174,15 @@ def test_the_exchange_and_the_log_know_branches():
     assert scalars["rollout/branches/parents_correct"] == 0.25
     assert found.columns()["parent"] == [-1, -1, 0, 1] * 2
     whole = found.take([0, 1, 4, 5])
-    assert "parent" not in whole.columns()
-    assert not any("branches" in name for name in batch_scalars(whole, np.zeros((2, 2))))
+    assert whole.columns()["parent"] == [-1] * 4
+    of_branches = {k: v for k, v in batch_scalars(whole, np.zeros((2, 2))).items() if "branch" in k}
+    assert of_branches == {"rollout/branches/fraction": 0.0}
+    items = [
+        dataclasses.replace(item, rollout=dataclasses.replace(item.rollout, parent=None))
+        for item in whole
+    ]
+    assert "parent" not in Scored(items).columns()
+    assert not any("branch" in name for name in batch_scalars(Scored(items), np.zeros((2, 2))))
 
 
 def test_a_given_response_takes_the_place_of_a_branch():

@@ -32,7 +32,7 @@ const several = () => figures.runs.length > 1;
 // Whether some runs differ by the seed alone: these have one colour, and a mean.
 const grouped = () => figures.variants.length < figures.runs.length;
 const COLOURS = ["#1f77b4", "#e0762b", "#3a9a5c", "#8a5cc2", "#c8394f", "#a07a1a", "#2a9db0",
-  "#d457a8", "#7b8794"];
+  "#d457a8", "#7b8794", "#7fa32b", "#9c4f2e", "#4b62c4", "#a99ac9", "#d9a72c", "#2f6f5e", "#b7a08a"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const colour = (index) => COLOURS[index % COLOURS.length];
 const dash = (index) => DASHES[index % DASHES.length];
@@ -599,6 +599,7 @@ function card(sample, isChosen, group) {
   fact("score", number(sample.score));
   fact("end", `${sample.finish}, ${sample.tokens} tokens`);
   if (sample.error) fact("verifier", sample.error);
+  sample.facts.forEach(([name, value]) => fact(name, value));
   samples.metric_names.forEach((name, i) => {
     if ((sample.metrics[i] ?? null) !== null) fact(name.replaceAll("_", " "), number(sample.metrics[i]));
   });

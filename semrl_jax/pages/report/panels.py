@@ -150,6 +150,7 @@ PANELS = (
             "reward/boxed_fraction": "boxed",
         },
     ),
+    Panel("Responses", "Rewards of steps", "reward", {"response/step_reward/mean": "mean"}),
     Panel(
         "Policy", "Entropy and KL", "nats",
         {"policy/entropy": "entropy", "policy/kl": "KL to the reference"}, in_picture=True,
@@ -210,6 +211,16 @@ PANELS = (
             "rollout/groups_dropped/all_correct": "dropped, all correct",
             "rollout/groups_dropped/all_incorrect": "dropped, all incorrect",
             "rollout/groups_unused": "unused",
+        },
+    ),
+    Panel(
+        "Sampling", "Branches and hints", "share",
+        {
+            "rollout/branches/fraction": "branches",
+            "rollout/branches/correct": "correct branches",
+            "rollout/branches/parents_correct": "correct responses that they leave",
+            "rollout/hints/fraction": "responses with a hint",
+            "rollout/hints/correct": "correct ones of these",
         },
     ),
     Panel(

@@ -24,18 +24,20 @@ MAX_BYTES = 6 * 2**20  # of the texts of all responses
 MAX_FILES = 5  # of a run, of training and of evaluations each
 MAX_RESPONSES = 256  # of a file
 MAX_CHARACTERS = 4000  # of a response or a prompt
+MAX_STEPS = 20  # whose rewards are shown
 MAX_ANSWER = 300  # characters of an answer or an error
 NUM_POINTS = 60  # of a line of values along a response
 TRAINING = "training"
 COLUMNS = (
     "run", "source", "step", "group", "sample", "prompt", "response", "reference", "extracted",
     "score", "correct", "error", "finish", "tokens", "logprobs", "ranks", "turns", "rewards",
-    "metrics",
+    "metrics", "facts",
 )  # fmt: skip
 NEEDED = "step", "sample_index", "prompt", "response", "score", "correct"
 OPTIONAL = (
     "reference", "extracted", "verifier_error", "finish_reason", "rollout_logprobs",
-    "response_mask", "turn_rewards", "turn_characters", "effective_ranks", METRICS,
+    "response_mask", "turn_rewards", "turn_characters", "effective_ranks", "parent", "num_prefix",
+    "hint", "step_rewards", METRICS,
 )  # fmt: skip
 
 
@@ -175,6 +177,7 @@ class _Found:
             [len(turn) for turn in turns],
             [rounded(reward) for reward in row.get("turn_rewards") or ()],
             [_metric(row.get(name)) for name in self.metric_names],
+            _facts(row),
         ]
 
     def note(self) -> str:
@@ -198,6 +201,20 @@ class _Found:
 
 def _short(text: str | None) -> str | None:
     return None if text is None else shortened(text, MAX_ANSWER)
+
+
+def _facts(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and texts of what only the responses of some methods have."""
+    found = []
+    if row.get("num_prefix"):
+        text = f"after the first {row['num_prefix']} tokens of #{row['parent']}"
+        found.append(("branch", text))
+    if row.get("hint"):
+        found.append(("hint", f"{row['hint']:.0%} of a solution in the prompt"))
+    if rewards := row.get("step_rewards"):
+        shown = ", ".join(f"{reward:g}" for reward in rewards[:MAX_STEPS])
+        found.append(("steps", shown + ", ..." * (len(rewards) > MAX_STEPS)))
+    return found
 
 
 def _line(values: Sequence[float]) -> list[float | None]:

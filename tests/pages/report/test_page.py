@@ -112,6 +112,16 @@ def test_responses_are_whole_groups_with_what_was_recorded(run):
     assert "72 responses of 72" in found["note"]
 
 
+def test_a_response_has_the_facts_of_its_method():
+    facts = recorded_responses._facts
+    assert facts({"num_prefix": 0, "parent": -1, "hint": 0.0, "step_rewards": []}) == []
+    assert facts({"num_prefix": 7, "parent": 2}) == [("branch", "after the first 7 tokens of #2")]
+    assert facts({"hint": 0.25, "step_rewards": [1.0, -0.5]}) == [
+        ("hint", "25% of a solution in the prompt"), ("steps", "1, -0.5")
+    ]  # fmt: skip
+    assert facts({"step_rewards": [0.0] * 21}) == [("steps", "0, " * 20 + "...")]
+
+
 @pytest.mark.parametrize("length", [0, 1, 59, 60, 61, 200])
 def test_a_line_has_the_means_of_neighbouring_tokens(length):
     values = [float(i) for i in range(length)]
