@@ -2,8 +2,8 @@
 
 A = r - (mean + baseline_shift)
 
-A negative shift makes the gradient of correct responses larger, which keeps training on old
-samples stable. The paper uses `surrogate="reinforce"`.
+A negative shift makes the gradient of correct responses larger than the gradient of wrong ones,
+which keeps training on old samples stable. The paper uses `surrogate="reinforce"`.
 
 Source: arXiv:2506.20520, Sec. 5.2, shift -0.1 for rewards 0 and 1.
 """

@@ -29,10 +29,12 @@ class GivenSurrogate(NamedTuple):
 def luffy(tokens: Tokens) -> Float[Array, "*tokens"]:
     """-A p / (p + 0.1): "policy shaping", which raises improbable tokens more than -A p does.
 
-    Source: arXiv:2504.14945 (LUFFY) and its code, with 1 given response of 8, `dr_grpo` and
-    `aggregation="constant_length"`, and no bounds of ratios.
+    Entropy and KL include given tokens.
 
-    The probability under the other policy counts as 1. Entropy and KL include given tokens.
+    Source: arXiv:2504.14945 (LUFFY) and its code, with 1 given response of 8, `dr_grpo` and
+    `aggregation="constant_length"`; ratios of sampled tokens have no bounds there.
+
+    The probability under the other policy counts as 1.
     """
     p = jnp.exp(tokens.logprobs)
     return -tokens.advantages * p / (p + GAMMA)
@@ -55,9 +57,9 @@ def rl_plus(tokens: Tokens) -> Float[Array, "*tokens"]:
 def sft(tokens: Tokens) -> Float[Array, "*tokens"]:
     """-logprobs: supervised learning, next to the reinforcement learning of the sampled responses.
 
-    The reward of given responses is replaced by the mean of the sampled ones. A deviation or a
-    factor of the group's size still counts them. With `rollout.given_when="failed"`, a failed group
-    learns its demonstration alone.
+    Given responses do not count in the mean reward of their group: their own reward is replaced by
+    the mean of the sampled ones. A deviation or a factor of the group's size still counts them.
+    With `rollout.given_when="failed"`, a failed group learns its demonstration alone.
 
     Source: arXiv:2506.07527 (ReLIFT).
 

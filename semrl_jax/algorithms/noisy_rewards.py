@@ -7,8 +7,8 @@ A = a - 1 + false_negative_rate, with `correction="forward"`
 
 a is 1 if r > threshold (accepted), else 0. "backward": R has the mean of the true reward, so the
 gradient is unbiased; with one verifier only, the correction is a constant factor.
-"forward": A has the mean 0 if the response is correct and a negative one if it is wrong. It is
-unbiased up to a factor, and needs no group.
+"forward": A has the mean 0 if the response is correct and -(1 - false_positive_rate -
+false_negative_rate) if it is wrong. It is unbiased up to this factor, and needs no group.
 
 Source: arXiv:2510.00915, Eq. 3 and App. B, with scales s_BC = s_FC = 1; rates there 0.1 and 0.2.
 

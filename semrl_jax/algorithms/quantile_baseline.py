@@ -6,7 +6,8 @@ below it; the deviation only with `normalise`
 With rewards 0 and 1 and a share p of correct responses, only the correct ones count where p <= 1 -
 quantile, else only the wrong ones.
 
-Source: arXiv:2509.22611, Eqs. 3 and 4, quantile 0.4; arXiv:2601.22582, the median.
+Source: arXiv:2509.22611, Eqs. 3 and 4, quantile 0.4; arXiv:2601.22582, the median, which
+is `quantile=0.5` with `normalise=False`.
 
 The code of the first interpolates between rewards; its equations, and this module, do not. The
 second divides by the mean absolute deviation, which is often 0 for such rewards.

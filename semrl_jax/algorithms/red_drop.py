@@ -2,8 +2,9 @@
 
 A = r - m for the kept responses, 0 for the others; m is the mean reward of those kept
 
-A response counts as wrong if its reward is below the mean of the group. Of too many, the first are
-kept. The paper uses `surrogate="reinforce"`.
+A response counts as wrong if its reward is below the mean of the group. If there
+are more of these than of the others, the first in the order of the group are kept. The paper uses
+`surrogate="reinforce"`.
 
 Source: arXiv:2509.24203 and its code in Trinity-RFT.
 

@@ -4,9 +4,10 @@ A = n / (P' n_p) (r - mean) / (std + 1e-6), std over the r - mean of the P' grou
 differ; n_p tokens of the group, n of the batch
 
 With `aggregation="token_mean"` and one update per step, the loss is the mean over these P' groups
-of the means over their tokens. The rest of the recipe are settings: `surrogate="cispo"`,
-`clip_epsilon=1`, `clip_epsilon_high=3`, `kl_coefficient=0`, `entropy_coefficient=0`,
-`rollout.max_staleness` and `data.curriculum="window:low=0:high=0.89:outside=0"`.
+of the means over their tokens, as if the other groups were not in the batch. A is 0 if no group
+differs. The rest of the recipe are settings: `surrogate="cispo"`, `clip_epsilon=1`,
+`clip_epsilon_high=3`, `kl_coefficient=0`, `entropy_coefficient=0`, `rollout.max_staleness` and
+`data.curriculum="window:low=0:high=0.89:outside=0"`, which never returns to what is solved.
 
 Source: arXiv:2510.13786, Sec. 4, with ratios up to 4 and batches up to 8 updates old.
 

@@ -2,9 +2,10 @@
 
 A_t = (a - mean) / sqrt(variance + 1e-8), a = r - v, mean and variance over all tokens of the batch
 
-v = S / W: at each visit of a prompt, S and W are multiplied by prompt_memory, and its rewards and
-their number are added. Before the first visit, v is the mean reward of the batch. The first visit
-has at least the weight 1 / (1 - prompt_memory).
+v = S / W, from the visits of the prompt before this step: at each visit, S and W are multiplied by
+prompt_memory, and the rewards and their number are added. Before the first visit, v is the mean
+reward of the batch. The first visit has at least the weight 1 / (1 - prompt_memory), which W has
+after many visits with one response.
 
 Source: arXiv:2509.13232; arXiv:2608.24870 (SPO++), the variance over tokens.
 

@@ -3,7 +3,8 @@
 A = ((i - 1) a + b) / i or (a + (i - 1) b) / i, whichever has the smaller absolute value, at visit
 i = 1, 2, ... of the prompt
 
-a = (r - mean) / (std + 1e-6) over the group, b the same over all i groups of the prompt so far.
+a = (r - mean) / (std + 1e-6) over the group, b the same over all i groups of the prompt so far. A
+group of equal rewards thus has the advantage b / i, as long as earlier groups had others.
 
 Source: arXiv:2509.02333, Eqs. 5 to 7, and its code; with `surrogate="dcpo"`.
 

@@ -107,8 +107,9 @@ def clip(tokens: Tokens, bounds: Bounds) -> Terms:
 def gspo(tokens: Tokens, bounds: Bounds) -> Terms:
     """`clip` with one ratio per response: s = exp(mean over its tokens of log r).
 
-    Token t has the ratio sg(s) exp(logprobs_t - sg(logprobs_t)), so advantages may differ between
-    tokens ("GSPO-token"). With equal advantages and `aggregation="response_mean"`, this is GSPO.
+    The gradient of s is spread evenly over the tokens of the response: token t has the ratio
+    sg(s) exp(logprobs_t - sg(logprobs_t)), so advantages may differ between tokens ("GSPO-token").
+    With equal advantages and `aggregation="response_mean"`, this is GSPO.
 
     Source: arXiv:2507.18071; bounds there 3e-4 and 4e-4.
     """
@@ -122,7 +123,7 @@ def dcpo(tokens: Tokens, bounds: Bounds) -> Terms:
     low = 1/2 + sqrt(max(1 - 4 clip_epsilon / q, 0)) / 2,
     high = 1/2 + sqrt(1 + 4 clip_epsilon_high / q) / 2, at most 10
 
-    Source: arXiv:2509.02333, Sec. 3, with 0.16 and 0.2, and `dual_clip` 10.
+    Source: arXiv:2509.02333, Sec. 3, with bounds 0.16 and 0.2, and `dual_clip` 10.
 
     The bounds solve |r - 1| r q <= epsilon.
     """
@@ -154,8 +155,8 @@ def reinforce(tokens: Tokens, bounds: Bounds) -> Terms:
 def opmd(tokens: Tokens, bounds: Bounds) -> Terms:
     """(-A logprobs + opmd_tau / (2 length) (sum over the response of log r)^2) / max(1, opmd_tau).
 
-    Over a response, this is its policy gradient and half its squared log-ratio: online mirror
-    descent without a clip.
+    The sum over the tokens of a response is its policy gradient and half the squared log-ratio of
+    the whole response: online mirror descent without a clip.
 
     Source: arXiv:2501.12599, the surrogate gradient.
 

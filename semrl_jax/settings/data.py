@@ -43,8 +43,8 @@ class Data:
     answer_field: str = setting("answer", "field with the reference answer")
     given_field: str = setting(
         "",
-        "field with a given response, or a list of them, for rollout.given_responses; empty: none. "
-        "docs/data.md",
+        "field with a given response, or a list of them, for rollout.given_responses and "
+        "rollout.hint_rounds; empty: none. docs/data.md",
     )
     answer_after: str = setting("", "mark before the answer, #### in GSM8K; empty: none")
     # "auto" is another name of the template, so the prompts are compared instead.

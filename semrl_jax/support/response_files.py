@@ -100,14 +100,14 @@ COLUMNS = {
     ),
     "parent": Column(
         WHOLE,
-        "`sample_index` of the response whose first tokens this one begins with, -1: none; only with "
-        "[branches](data.md#branches)",
+        "`sample_index` of the response whose first tokens this one begins with, -1: none; only "
+        "with [branches](data.md#branches)",
     ),
     "num_prefix": Column(WHOLE, "number of first tokens that are from `parent`"),
     "hint": Column(
         NUMBER,
-        "share of a solution that its prompt contains; only if a response has a "
-        "[hint](data.md#hints)",
+        "share of a solution that its prompt contains, 0.0 without a hint; only in a run with "
+        "[hints](data.md#hints)",
     ),
     "turn_rewards": Column(
         _per_token(pa.float32()),
