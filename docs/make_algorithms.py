@@ -96,10 +96,9 @@ return them as [`extracted`](verifiers.md#the-function).
 ## The probability of the reference answer
 
 `rewards.probability_after="<answer>"` (RLPR, arXiv:2506.18254) needs no rule that compares answers:
-the reward is the mean probability that the policy gives to the tokens of the reference answer after
-the last mark of a response, less their probability right after the prompt and the mark, from 0 to
-1. It costs a pass over the responses. The verifier's
-`correct` counts in the log alone.
+the reward, from 0 to 1, is the mean probability that the policy gives to the tokens of the
+reference answer after the last mark of a response, less their probability right after the prompt
+and the mark. It costs a pass over the responses. The verifier's `correct` counts in the log alone.
 
 ## Distillation
 
@@ -161,8 +160,8 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled_replic
 - The replica reads prompt and response as one prompt. Its `rollout.max_prompt_tokens` must be at
   least the trainer's `rollout.max_prompt_tokens` + `rollout.max_response_tokens` - 1, because the
   last token is not read: 512 + 128 - 1 with `configs/gsm8k.py`. With `data.teacher_input`, the
-  longest prompt of the teacher counts in place of the first number if it is longer. Otherwise, the
-  trainer ends at the start and names the number.
+  longest prompt of the teacher counts in place of the first number if it is longer. If the
+  replica's limit is too low, the trainer ends at the start and names the number.
 - The states of prompts are sent too.
 - The replica runs until it is stopped, and may serve several runs one after the other.
 - The replica computes in its own `--config.model.compute_dtype`. The states travel in the dtype
