@@ -43,7 +43,9 @@ KL_ESTIMATES = """
 `--config.algorithms.loss.kl_estimator` names the KL of a token, x = logprobs - ref_logprobs: `kl` x
 (k1), `abs` |x|, `mse` x^2 / 2 (k2), `low_var_kl` exp(-x) + x - 1, at most 10 (k3), `low_var_kl+`
 the value of k3 with the gradient of k2. Source: Schulman, "Approximating KL divergence", 2020.
-`exact` is the sum over the vocabulary of p log (p / q), computed in tiles.
+`exact` needs no sampled token: it is the sum over the vocabulary of p log (p / q), with its
+gradient. The logits of both models are computed in tiles and never stored, so nothing is cut to the
+top k.
 """
 OF_GIVEN = """
 ## Given responses
@@ -72,29 +74,31 @@ The settings below are fields of `algorithms.importance`:
 
 `ppo` trains a second model with a scalar head, the critic. `critic.path` is its Hugging Face
 directory: a language model, or a classifier with one label; if empty, it starts from the policy's
-weights. Shaping acts on the whitened advantages, not on the returns.
+weights. [`critic.*`](configuration.md) are the settings of its optimiser. Shaping acts on the
+whitened advantages, not on the returns. `critic/explained_variance` shows how well it predicts.
 
 ## KL in the reward
 
 `algorithms.advantage.kl_reward_coefficient` (`ppo`, `reinforce_plus_plus`, `grpo`, `dr_grpo`,
-`rloo`, `opo`) subtracts the KL from the reward of each token. Those that compare responses take the
-sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must then be 0. With
-`algorithms.advantage.kl_target` the coefficient is multiplied after each step by
-1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593).
+`rloo`, `opo`) subtracts the KL from the reward of each token. Algorithms that compare responses
+take the sum over a response, or from a turn on. `algorithms.loss.kl_coefficient` must then be 0.
+With `algorithms.advantage.kl_target` the coefficient is multiplied after each step by
+1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), and logged
+as `algorithm/kl_coefficient`.
 
 ## Without reference answers
 
 `rewards.majority=True` (TTRL, arXiv:2504.16084) rewards the answer that most responses of a group
-give. References count in the log, for a [curriculum](data.md#curricula) and with
-`keep_groups_by=correctness`. Answers are compared as in `maj@k`; a verifier of yours must return
-them as [`extracted`](verifiers.md#the-function).
+give. The references, if there are any, count in the log, for a [curriculum](data.md#curricula) and
+with `keep_groups_by=correctness`. Answers are compared as in `maj@k`; a verifier of yours must
+return them as [`extracted`](verifiers.md#the-function).
 
 ## The probability of the reference answer
 
-`rewards.probability_after="<answer>"` (RLPR, arXiv:2506.18254): the reward is the mean probability
-of the tokens of the reference answer after the last mark of a response, less their probability
-right after the prompt and the mark, from 0 to 1. It costs a pass over the responses. The verifier's
-`correct` counts in the log alone.
+`rewards.probability_after="<answer>"` (RLPR, arXiv:2506.18254) needs no rule that compares answers:
+the reward, from 0 to 1, is the mean probability that the policy gives to the tokens of the
+reference answer after the last mark of a response, less their probability right after the prompt
+and the mark. It costs a pass over the responses. The verifier's `correct` counts in the log alone.
 
 ## Distillation
 
@@ -109,14 +113,19 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
     --config.shaping.target=none
 ```
 
-Without `kl_coefficient=0`, its default 0.001 adds a second, much weaker pull to the teacher.
+The default coefficient, 0.001, would add the KL to the same teacher a second time, with a small
+weight. `policy/kl` in the log, the KL to the teacher, shows the success. The small entropy bonus of
+the default remains; `algorithms.loss.entropy_coefficient=0` removes it.
 
-These flags, after those above, take the whole vocabulary instead of the sampled token. The gradient
-then varies less:
+Distillation over the whole vocabulary instead of the sampled token has a lower variance of the
+gradient. It takes the exact KL in place of the advantages:
 
-```
---config.algorithms.advantage.teacher_weight=0 \\
---config.algorithms.loss.kl_estimator=exact --config.algorithms.loss.kl_coefficient=1
+```bash
+python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled_exact \\
+    --config.model.path=STUDENT --config.model.reference_path=TEACHER \\
+    --config.algorithms.name=distillation --config.algorithms.advantage.teacher_weight=0 \\
+    --config.algorithms.loss.kl_estimator=exact --config.algorithms.loss.kl_coefficient=1 \\
+    --config.shaping.target=none
 ```
 
 With `data.teacher_input` the teacher reads the reference answer, and may be the policy itself
@@ -131,24 +140,31 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/self_distilled \
 
 ### A teacher on replicas
 
-A replica may hold the teacher. It sends the final states of the responses, D numbers per token
-instead of the V of logits, and the trainer has only the teacher's output matrix, in the memory of
-its host. The replica runs until it is stopped. Start it in the background, or in a second shell
-with the same token:
+A replica may hold the teacher. It sends the final states of the responses: D numbers per token, the
+hidden width, instead of V logits, the size of the vocabulary. The trainer has only the teacher's
+output matrix, in the memory of its host.
+
+Both processes need the same [token](security.md#token). In one shell, `&` lets the replica run in
+the background. In another shell, set the same value of `SEMRL_ROLLOUT_TOKEN` first:
 
 ```bash
 export SEMRL_ROLLOUT_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
 python -m launch.rollout --policy=TEACHER --port=50061 \\
     --config.rollout.max_prompt_tokens=639 --config.rollout.max_response_tokens=1 &
-python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
+python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled_replica \\
     --config.model.path=STUDENT --config.model.reference_path=TEACHER \\
     --config.model.reference_addresses=127.0.0.1:50061 \\
-    --config.algorithms.name=distillation --config.shaping.target=none
+    --config.algorithms.name=distillation --config.algorithms.loss.kl_coefficient=0 \\
+    --config.shaping.target=none
 ```
 
-- `rollout.max_prompt_tokens` of the replica must hold a prompt with all but the last token of its
-  response: `max_prompt_tokens` + `max_response_tokens` - 1 of the trainer, here 512 + 128 - 1. The
-  run says the number if the replica's is too small. States of prompts are sent too.
+- The replica reads prompt and response as one prompt. Its `rollout.max_prompt_tokens` must be at
+  least the trainer's `rollout.max_prompt_tokens` + `rollout.max_response_tokens` - 1, because the
+  last token is not read: 512 + 128 - 1 with `configs/gsm8k.py`. With `data.teacher_input`, the
+  longest prompt of the teacher counts in place of the first number if it is longer. If the
+  replica's limit is too low, the trainer ends at the start and names the number.
+- The states of prompts are sent too.
+- The replica runs until it is stopped, and may serve several runs one after the other.
 - The replica computes in its own `--config.model.compute_dtype`. The states travel in the dtype
   that the trainer computes in. In float32, the log-probabilities are equal, up to rounding, to
   those of a reference in the trainer.
@@ -162,9 +178,10 @@ python -m launch.train --config=configs/gsm8k.py --workdir=runs/distilled \\
 
 ### A teacher for each data source
 
-`model.references` names other teachers for the prompts of single [data sources](data.md#rows), and
-`model.reference_addresses` their replicas. Prompts of other sources have `model.reference_path`, or
-without it the weights at the start:
+`model.references` names other teachers for the prompts of single [data sources](data.md), and
+`model.reference_addresses` their replicas. The teacher of other prompts is `model.reference_path`,
+or if that is empty, the weights at the start. Here the rows of `math.jsonl` have the source `math`,
+and a replica at port 50062 holds the teacher of `code`:
 
 ```bash
 python -m launch.train --config=configs/default.py --workdir=runs/two_teachers \\
@@ -172,11 +189,12 @@ python -m launch.train --config=configs/default.py --workdir=runs/two_teachers \
     --config.data.files=data/math.jsonl --config.data.files=data/code.jsonl \\
     --config.model.references=math=MATH_TEACHER --config.model.references=code=CODE_TEACHER \\
     --config.model.reference_addresses=code=127.0.0.1:50062 \\
-    --config.algorithms.name=distillation --config.shaping.target=none
+    --config.algorithms.name=distillation --config.algorithms.loss.kl_coefficient=0 \\
+    --config.shaping.target=none
 ```
 
-Each teacher reads only the responses to prompts of its sources, in a pass before the update. So
-this goes with every algorithm that has a reference, but not with the exact KL.
+Each teacher reads the responses of its sources alone, in a pass before the update. So this goes
+with every algorithm that has a reference, but not with the exact KL.
 
 ### What all teachers have in common
 
@@ -201,7 +219,8 @@ after a prompt with a quarter, a half, and three quarters of a solution ([hints]
 
 ## Branches
 
-`rollout.branching=NAME` samples most responses of a group from a prefix of another one
+`rollout.branching=NAME` samples some responses of a group from the prompt, and the others from a
+prefix of one of these
 ([branches](data.md#branches)). It goes with every algorithm that takes groups.
 
 BRANCH_RULES
@@ -214,18 +233,19 @@ These are fields of `algorithms.batch_rules`:
   by up to 1 (DAPO, arXiv:2503.14476, Eq. 13).
 - `mask_truncated=True`: a truncated response is not trained on, but counts in the statistics of its
   group, and under `ppo` in the whitening.
-- `max_sampling_rounds=N`: dynamic sampling (DAPO). Groups of equal rewards, with the penalty of
-  `overlong_tokens` but without the bonus, are dropped, and the step samples further rounds of
-  `data.prompts_per_step` prompts until it has that many groups. Surplus prompts come again in the
-  next step. If N rounds are not enough, the run ends with exit code 2; the same command with more
-  rounds, or with 0, continues.
+- `max_sampling_rounds=N`: dynamic sampling (DAPO). Groups of equal rewards are dropped, and the
+  step samples further rounds of `data.prompts_per_step` prompts until it has that many groups. The
+  reward that decides has the penalty of `overlong_tokens`, but not the bonus. Surplus prompts come
+  again in the next step. If N rounds are not enough, the run ends with exit code 2; the same
+  command with more rounds, or with 0, continues.
 - `keep_groups_by=correctness`: keeps groups with 0 < correct responses < G, the paper's rule.
 
 ## Aggregation
 
 `--config.algorithms.aggregation=...`: `token_mean` weighs all tokens of the mini-batch equally,
 `response_mean` all responses, and `constant_length` divides the sum over tokens by the number of
-responses times `algorithms.constant_length` (Dr. GRPO).
+responses times `algorithms.constant_length` (Dr. GRPO). How a mini-batch is divided into
+micro-batches or over devices changes nothing.
 """
 
 
@@ -256,7 +276,6 @@ LEFT_OUT = """## Left out
 | APRIL, arrol | responses that are begun and given up; here all are completed |
 | SCOPE | a model that finds the first wrong step, and a better model that corrects it |
 | NExt | a predictor of weights that is trained on the checkpoints of many runs |
-| merging of models | needs no trainer: tools such as mergekit merge exported directories |
 | reranking by rewards of processes | a model that judges steps; `best_of_k` has reward models |
 | MATH-Beyond | a data set: [a file](data.md) that `--benchmarks` takes |
 """

@@ -5,8 +5,8 @@ variance over all tokens of the group
 
 s_t is the [reward of the step](verifiers.md#rewards-of-steps) that token t is in, 0 outside of
 steps: -1 for a wrong step and 0 for a right one in the paper, where r is 1 or 0. With an
-environment, a turn is a step. A group of equal outcomes whose steps differ has advantages, but
-dynamic sampling (`batch_rules.max_sampling_rounds`) replaces it.
+environment, a turn is a step. A group of equal outcomes whose steps differ has advantages;
+dynamic sampling would drop it, because it compares r alone.
 
 Source: arXiv:2508.02298 (CAPO), with W_whole 2 and W_process 1. A language model judges the steps
 there, by a vote; here a reward function does. The sample variance is that of `gae.whiten`.

@@ -10,7 +10,7 @@ V_t is the critic's value before token t, and 0 after the last token. The critic
 a_t + V_t.
 
 With `credit="turn"`, x_t has the reward of each turn at its last token, and inside a turn gamma and
-gae_lambda are 1, so a_t + V_t is the return of a process whose steps are turns.
+gae_lambda are 1. a_t + V_t is then the return of the turn in a process whose steps are turns.
 
 Source: arXiv:1707.06347; arXiv:1506.02438, Eq. 16; arXiv:2512.17008 (Turn-PPO), gamma 0.99 and
 gae_lambda 0.9 there.
