@@ -210,7 +210,7 @@ def _facts(row: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"after the first {row['num_prefix']} tokens of #{row['parent']}"
         found.append(("branch", text))
     if row.get("hint"):
-        found.append(("hint", f"{row['hint']:.0%} of a solution in the prompt"))
+        found.append(("hint", f"{100 * row['hint']:.0f} % of a solution in the prompt"))
     if rewards := row.get("step_rewards"):
         shown = ", ".join(f"{reward:g}" for reward in rewards[:MAX_STEPS])
         found.append(("steps", shown + ", ..." * (len(rewards) > MAX_STEPS)))

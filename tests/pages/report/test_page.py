@@ -117,7 +117,7 @@ def test_a_response_has_the_facts_of_its_method():
     assert facts({"num_prefix": 0, "parent": -1, "hint": 0.0, "step_rewards": []}) == []
     assert facts({"num_prefix": 7, "parent": 2}) == [("branch", "after the first 7 tokens of #2")]
     assert facts({"hint": 0.25, "step_rewards": [1.0, -0.5]}) == [
-        ("hint", "25% of a solution in the prompt"), ("steps", "1, -0.5")
+        ("hint", "25 % of a solution in the prompt"), ("steps", "1, -0.5")
     ]  # fmt: skip
     assert facts({"step_rewards": [0.0] * 21}) == [("steps", "0, " * 20 + "...")]
 
