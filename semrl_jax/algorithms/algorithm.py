@@ -149,10 +149,12 @@ class Algorithm:
         self,
         rewards: Float[np.ndarray, "P G"],
         of_spans: Sequence[Float[np.ndarray, " _"] | None] | None = None,
+        num_failed: int = 0,
     ) -> None:
         """UserError if the rewards of a batch have no meaning for the algorithm.
 
         `of_spans`: of the turns or steps of each response, None where nobody judged them.
+        `num_failed`: responses for which the verifier failed, and of which this says nothing.
         """
         judged = [found for found in of_spans or () if found is not None]
         name = f"algorithms.name={self.module.__name__.rpartition('.')[2]!r}"
@@ -162,7 +164,7 @@ class Algorithm:
                 f"a response or turn has the reward {least:g}, but {name} is for rewards of at "
                 "least 0; change the rewards, or choose another algorithm."
             )
-        if self.needs.spans and not judged:
+        if self.needs.spans and not judged and num_failed < rewards.size:
             raise UnusableRewards(
                 f"{name} needs rewards of steps, but no response of the batch has `steps` of its "
                 "reward function (docs/verifiers.md); return them, or choose another algorithm."

@@ -21,7 +21,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import Needs, Passes
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.objective import WholeResponses, group_needs, loss, token_weights
 from semrl_jax.support.fields import setting
@@ -41,6 +41,11 @@ class Options(WholeResponses):
     step_penalty: float = setting(10.0, "of a response with too few or too many steps", at_least=0)
     min_steps: int = setting(2, "fewest steps of a response without penalty", at_least=0)
     max_steps: int = setting(30, "most steps of a response without penalty", at_least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        is_fine = self.min_steps <= self.max_steps
+        check_options(self, min_steps=(is_fine, f"be at most max_steps={self.max_steps}"))
 
 
 def needs(options: Options) -> Needs:

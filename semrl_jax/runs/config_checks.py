@@ -118,7 +118,8 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
     if rollout.group_size < least:
         raise UserError(
             f"rollout.group_size={rollout.group_size} must be at least {least} with "
-            f"algorithms.name={config.algorithms.name!r}, which compares the responses of a group."
+            f"algorithms.name={config.algorithms.name!r} and its options: it compares the "
+            "responses of a group."
         )
     if rollout.given_responses and not (algorithm.needs.groups and algorithm.needs.given):
         raise UserError(

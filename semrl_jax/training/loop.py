@@ -75,7 +75,8 @@ def run_steps(
         of_spans = None
         if learner.algorithm.needs.turn_rewards or learner.algorithm.needs.spans:
             of_spans = span_rewards(scored, config, step)
-        learner.algorithm.check_rewards(rewards, of_spans)
+        num_failed = sum(bool(item.verdict.error) for item in scored)
+        learner.algorithm.check_rewards(rewards, of_spans, num_failed)
         passes = here.passes(trained, batch, clock, probes.needs(step))
         arrays = passes.arrays()
         seen = Seen(

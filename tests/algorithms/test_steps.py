@@ -184,8 +184,14 @@ def test_removed_responses_are_not_trained_on(config):
 def test_a_function_without_steps_ends_the_run():
     for name in ("capo", "prof"):
         message = f"algorithms.name='{name}' needs rewards of steps, but no response of the batch"
-        refused(message, algorithm(name).check_rewards, np.ones((2, 4)), [None] * 8)
+        refused(message, algorithm(name).check_rewards, np.ones((2, 4)), [None] * 8, 7)
+        algorithm(name).check_rewards(np.ones((2, 4)), [None] * 8, num_failed=8)
         algorithm(name).check_rewards(np.ones((2, 4)), [np.zeros(0)] * 8)  # no step was found
         check_functions(algorithm(name), group_size=8)
         with pytest.raises(UserError, match=r"advantage\.credit='turn' must be 'episode': the al"):
             algorithm(name, credit="turn")
+
+
+def test_no_number_of_steps_is_within_crossed_limits():
+    limits = {"min_steps": 5, "max_steps": 2}
+    refused("min_steps=5 must be at most max_steps=2", algorithm, "prof", **limits)
