@@ -130,6 +130,12 @@ def estimator(name: str, **options: Any) -> Settings:
     return {"algorithms.name": name} | found
 
 
+def given(surrogate: str) -> Settings:
+    """A worked solution in each group."""
+    return {"rollout.given_responses": 1, "algorithms.loss.given_surrogate": surrogate}
+
+
+JUDGED = {"rewards.functions": ("math", "benchmarks.evidence.steps:columns")}
 METHODS = {
     "GRPO": {},
     "GRPO + VERL": WITH_VERL,
@@ -183,6 +189,11 @@ METHODS = {
     },
     "SPO": estimator("single_stream"),
     "DCPO": estimator("smooth_standardisation") | {"algorithms.loss.surrogate": "dcpo"},
+    "CAPO": estimator("capo") | JUDGED,
+    "PROF": estimator("prof") | JUDGED,
+    "LUFFY": estimator("dr_grpo") | SUM_OVER_TOKENS | given("luffy"),
+    "RL-PLUS": estimator("dr_grpo") | SUM_OVER_TOKENS | given("rl_plus"),
+    "ReLIFT": given("sft") | {"rollout.given_when": "failed"},
 }
 # Lengths of `formats`.
 WAYS = {

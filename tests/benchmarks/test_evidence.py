@@ -120,6 +120,7 @@ def test_each_way_is_right_if_no_carry_is_forgotten(way):
         numbers = formats.problem(rng)
         worked, result = way(numbers, lambda: False)
         assert result == sum(numbers) and set(worked) <= set(CHARACTERS)
+        assert formats.way_of(worked) == way.__name__
         wrong += way(numbers, lambda: True)[1] != result
     assert wrong > 100  # and forgetting makes most sums wrong
 
