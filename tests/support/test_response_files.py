@@ -127,7 +127,12 @@ def test_rollouts_of_an_old_run_are_read(tmp_path):
         found.append((repr(shown.rows), repr(table.to_pydict()), view.read_responses(file).keys()))
     assert found[0] == found[1]
     assert shown.metric_names == ["metrics/effective_rank"]
-    assert [row[-1] for row in shown.rows] == [[None], [1.0], [2.0], [3.0]] * 2
+    assert [row[recorded_responses.COLUMNS.index("metrics")] for row in shown.rows] == [
+        [None],
+        [1.0],
+        [2.0],
+        [3.0],
+    ] * 2
 
 
 @pytest.mark.parametrize(
