@@ -6,7 +6,6 @@ falls in training, also where that of tokens rises.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import ml_collections
@@ -15,7 +14,7 @@ import numpy as np
 from semrl_jax.evaluation.protocols import PerProblem
 from semrl_jax.evaluation.repeated import plan
 from semrl_jax.evaluation.samples import Sample
-from semrl_jax.rewards.grading.text import answer_class
+from semrl_jax.evaluation.scores.majority import votes_of
 
 __all__ = ["per_problem", "plan"]
 
@@ -30,19 +29,13 @@ def per_problem(
         most log n. Like any entropy of few samples it is too low for many answers.
       `responses/distinct_answers`: the number of different answers, from 1 to n.
     """
-    shares = [_shares(samples) for samples in problems]
-    weights = np.array([float(len(found) > 0) for found in shares])
+    counts = [np.array([votes for votes, _ in votes_of(samples)], float) for samples in problems]
+    shares = [found / found.sum() for found in counts]  # [number of answers] of each problem
     # + 0.0: no "-0.0"
     entropies = np.array([-found @ np.log(found) + 0.0 for found in shares])
-    numbers = np.array([float(len(found)) for found in shares])
+    numbers = np.array(list(map(len, shares)), float)
+    weights = (numbers > 0).astype(float)
     return {
         "responses/answer_entropy": PerProblem(entropies, weights),
         "responses/distinct_answers": PerProblem(numbers, weights),
     }
-
-
-def _shares(samples: Sequence[Sample]) -> np.ndarray:
-    """[number of answers]; "0.5" and "1/2" are two."""
-    counts = Counter(filter(None, (answer_class(sample.extracted) for sample in samples)))
-    found = np.array(list(counts.values()), float)
-    return found / max(found.sum(), 1.0)

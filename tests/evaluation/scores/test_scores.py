@@ -32,16 +32,8 @@ from tests.evaluation.making import make_problems, make_sample
 # Sums of at most 70 products of float64 numbers below 1, and of exponentials of log-factorials.
 CLOSE = {"rtol": 0, "atol": 1e-12}
 REPEATED = (
-    answers,
-    best_of_k,
-    lengths,
-    majority,
-    mean_at_n,
-    pass_at_k,
-    reflection,
-    repetition,
-    types,
-)
+    answers, best_of_k, lengths, majority, mean_at_n, pass_at_k, reflection, repetition, types,
+)  # fmt: skip
 
 
 SAMPLED = Plan(4, 0.6, 0.95, 20, 0.1, 0.5, -0.5, 1.2, 3)
