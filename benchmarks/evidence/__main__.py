@@ -7,6 +7,7 @@ The page says how many hours each study takes. The same command continues it aft
 and --variants name a part of it. All variants of a seed are trained, then the next seed. After each
 seed, its policies sample responses to the held-out problems. At the end, and with --report from
 what is there, benchmarks/results/evidence_STUDY.json, the page and its figures are written anew.
+Runs that this file has already stay in it, so that several machines can share the seeds.
 """
 
 import argparse

@@ -1,11 +1,9 @@
 r"""The task `formats`: sums of 2 to 8 numbers, and three ways to write the solution.
 
     python -m benchmarks.evidence.formats --output=runs/formats
-    python -m benchmarks.evidence.formats --evaluation=runs/evidence/formats/evaluation
 
-The second command prints which ways the policies of the study take in the end. The first one
-writes train.jsonl and test.jsonl, the problems, and demonstrations.jsonl. A demonstration of 12+39
-is one of these, with equal chance, and a response of 2 to 8 numbers has 20 to 310 characters:
+It writes train.jsonl and test.jsonl, the problems, and demonstrations.jsonl. A demonstration of
+12+39 is one of these, with equal chance, and a response of 2 to 8 numbers has 20 to 310 characters:
 
     digits:  ones 2+9=11;tens 1+1+3=5;\boxed{51}
     running: 12+39=51;\boxed{51}
@@ -23,7 +21,6 @@ import pathlib
 import re
 
 import numpy as np
-import pyarrow.parquet as pq
 
 NUMBERS = range(2, 9)  # of a sum
 FORGET = 0.4
@@ -113,34 +110,12 @@ def way_of(response: str) -> str:
     return "running" if re.match(r"\d{2,}\+", response) else "digits"
 
 
-def table_of_ways(evaluation: pathlib.Path) -> str:
-    """A line per policy: for each way, the share of responses that take it, and of right ones."""
-    names = [way.__name__ for way in WAYS]
-    found: dict[str, list[np.ndarray]] = {}
-    for file in sorted(evaluation.glob("seed*/*/*/samples.parquet")):
-        table = pq.read_table(file, columns=["response", "correct"]).to_pydict()
-        ways, correct = np.array(list(map(way_of, table["response"]))), np.array(table["correct"])
-        of_file = [(np.mean(taken := ways == name), correct[taken].mean()) for name in names]
-        found.setdefault(file.parent.parent.name, []).append(np.array(of_file))
-    lines = [f"| | seeds | {' | '.join(names)} |", "|---|---|---|---|---|"]
-    for variant, of_seeds in found.items():
-        means = 100 * np.mean(of_seeds, axis=0)
-        cells = (f"{share:.0f} % ({right:.0f} % right)" for share, right in means)
-        lines.append(f"| {variant.replace('_', ' ')} | {len(of_seeds)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--output", type=pathlib.Path, help="directory of the files")
-    what.add_argument("--evaluation", type=pathlib.Path, help="of the study: print the ways")
-    given = parser.parse_args()
-    if given.evaluation:
-        print(table_of_ways(given.evaluation))
-        return
-    given.output.mkdir(parents=True, exist_ok=True)
-    write(given.output)
+    parser.add_argument("--output", type=pathlib.Path, required=True, help="directory of the files")
+    output = parser.parse_args().output
+    output.mkdir(parents=True, exist_ok=True)
+    write(output)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from benchmarks.evidence.studies import (
     SHAPED,
     STUDIES,
     Study,
+    Ways,
 )
 from benchmarks.performance import LEFT_OUT
 from semrl_jax.evaluation.scores.pass_at_k import pass_at_k
@@ -31,7 +32,7 @@ from semrl_jax.jobs.result_directory import SAMPLES
 from semrl_jax.jobs.sweep import Variant
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows
-from semrl_jax.support.safe_files import replacing, write_json
+from semrl_jax.support.safe_files import read_json_object, replacing, write_json
 
 matplotlib.use("Agg")
 
@@ -121,21 +122,25 @@ def evaluation_of(output: pathlib.Path, seed: int) -> pathlib.Path:
     return output / "evaluation" / f"seed{seed}"
 
 
-def collect(study: Study, output: pathlib.Path) -> dict[str, Any]:
-    """What the results file has of a study; runs that are not evaluated are left out."""
+def collect(study: Study, output: pathlib.Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What the results file has of a study; runs that are not evaluated are left out.
+
+    Args:
+      known: the file before. Its runs stay where `output` has none, so another machine can go on.
+    """
     found: dict[str, dict[str, Any]] = {}
     for seed in study.seeds:
         for name in (START, *study.variants):
             directory = Variant((), name).directory
             run, policy = output / directory / f"seed{seed}", f"{directory}/seed{seed}-step"
-            policy = (
-                f"seed{seed}/{study.start_model}"
-                if name == START
-                else policy + str(study.num_steps)
-            )
+            start = pathlib.PurePath(f"seed{seed}", study.start_model).parts[-2:]
+            policy = "/".join(start) if name == START else policy + str(study.num_steps)
             file = evaluation_of(output, seed) / policy / SAMPLES
+            own = known.get("runs", {}).get(name, {}).get(str(seed))
             if file.is_file():
-                found.setdefault(name, {})[str(seed)] = _of_run(run, file)
+                own = _of_run(run, file) | _ways(study.ways, file)
+            if own:
+                found.setdefault(name, {})[str(seed)] = own
     return {
         "num_samples": study.evaluation["n"], "machine": machine.description(), "runs": found,
     }  # fmt: skip
@@ -154,6 +159,19 @@ def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
         "tokens": int(sum(row.get(SAMPLED, row.get("response/num_tokens", 0)) for row in rows)),
         "bonus": float(np.mean([row[BONUS] for row in rows if BONUS in row] or [0.0])),
     }
+
+
+def _ways(ways: Ways | None, samples: pathlib.Path) -> dict[str, dict[str, list[float]]]:
+    """For each way to write a response: the share that takes it, and how much of it is right."""
+    if ways is None:
+        return {}
+    table = pq.read_table(samples, columns=["response", "correct"]).to_pydict()
+    way, correct = np.array(list(map(ways.of, table["response"]))), np.array(table["correct"])
+
+    def shares(taken):
+        return [taken.mean(), (correct & taken).sum() / max(taken.sum(), 1)]
+
+    return {"ways": {name: np.round(shares(way == name), 4).tolist() for name in ways.names}}
 
 
 def interval(values: Float[np.ndarray, "S P"]) -> tuple[float, float, float]:
@@ -246,6 +264,19 @@ def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list
     return [*lines, *(f"| {' | '.join(row)} |" for row in zip(outcomes, *cells.values()))]
 
 
+def table_of_ways(runs: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """A Markdown table with a row for each variant whose runs have `ways`; means over seeds."""
+    lines = [f"| | seeds | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for variant, of_variant in runs.items():
+        shares = [
+            [own["ways"][name] for name in names] for own in of_variant.values() if "ways" in own
+        ]
+        means = 100 * np.mean(shares, axis=0) if shares else ()
+        cells = [f"{share:.0f} % ({right:.0f} % right)" for share, right in means]
+        lines += [f"| {variant} | {len(shares)} | {' | '.join(cells)} |"] if cells else []
+    return lines
+
+
 def measured_on(record: Mapping[str, Any]) -> str:
     """The machine, JAX and the revision; the record has the other packages too."""
     return LEFT_OUT.sub("", record["machine"])
@@ -321,17 +352,26 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
             "",
             *table(outcomes, part.bases, n),
             "",
+            *_about_ways(study.ways, {name: record["runs"][name] for name in names}),
             f"Summed up on {measured_on(record)}.",
         ]
     )
 
 
+def _about_ways(ways: Ways | None, runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    if ways is None:
+        return []
+    intro = "How many responses take each way after the last step, and how many of these are right:"
+    return [intro, "", *table_of_ways(runs, ways.names), ""]
+
+
 def write(name: str, study: Study, output: pathlib.Path) -> None:
     """Writes the results file of a study, and its parts of the page; UserError without a run."""
-    record = collect(study, output)
+    file = HERE / "benchmarks" / "results" / f"evidence_{name}.json"
+    record = collect(study, output, read_json_object(file) if file.is_file() else {})
     if not record["runs"]:
         raise UserError(f"--output={output} has no evaluated run of {name}.")
-    write_json(HERE / "benchmarks" / "results" / f"evidence_{name}.json", record)
+    write_json(file, record)
     for part in PARTS:
         if part.study == name and set(part.bases) <= set(record["runs"]):
             fill(part.name, section(part, record), part.page)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.evidence import formats
 from semrl_jax.jobs.sweep import Variant
 from semrl_jax.shaping.options import INDICATORS
 
 Settings = Mapping[str, Any]  # a tuple is a field that is given several times
+
+
+class Ways(NamedTuple):
+    """Ways to write a solution: their names, and which of them a response takes."""
+
+    names: Sequence[str]
+    of: Callable[[str], str]
 
 
 class Study(NamedTuple):
@@ -27,6 +35,7 @@ class Study(NamedTuple):
       start: commands, module and arguments, that make the model which all runs of a seed start
         from; without any, the config names it.
       start_model: where in $start that model is.
+      ways: the results say how many responses take each.
     """
 
     config: str
@@ -37,6 +46,7 @@ class Study(NamedTuple):
     seeds: Sequence[int] = range(10)
     start: Sequence[Sequence[str]] = ()
     start_model: str = "warm_start"
+    ways: Ways | None = None
 
 
 def variant(name: str, settings: Settings) -> Variant:
@@ -256,6 +266,7 @@ STUDIES = {
             ),
         ],
         start_model="sft/model",
+        ways=Ways([way.__name__ for way in formats.WAYS], formats.way_of),
     ),
     "sums": Study(
         config="smollm2",

@@ -177,6 +177,20 @@ def test_the_interval_has_the_spread_of_a_mean_over_seeds_and_problems():
         )
 
 
+def test_shares_of_ways_are_means_over_seeds(tmp_path):
+    file = tmp_path / "samples.parquet"
+    responses = ["012+039:2+9+0=11", "12+39=51;", "2+9=11;1+1+3=5", "012+"]
+    pq.write_table(pa.table({"response": responses, "correct": [True, True, False, False]}), file)
+    ways = studies.STUDIES["formats"].ways
+    own = results._ways(ways, file)
+    assert own == {"ways": {"digits": [0.25, 0.0], "running": [0.5, 0.5], "columns": [0.25, 1.0]}}
+    other = {"ways": {name: [0.0, 1.0] for name in ways.names}}
+    runs = {"none": {"0": own, "1": other, "2": {"correct": ""}}, "verl": {"0": {}}}
+    assert results.table_of_ways(runs, ways.names)[2:] == [
+        "| none | 2 | 12 % (50 % right) | 25 % (75 % right) | 12 % (100 % right) |"
+    ]
+
+
 def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
     study = studies.STUDIES["tiny"]._replace(seeds=range(2))
     n = study.evaluation["n"]
@@ -193,7 +207,14 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
             correct = sample < problem * (2 if name == "verl" else 1)
             table = pa.table({"group_id": problem, "correct": correct})
             pq.write_table(table, place / "samples.parquet")
-    record = results.collect(study, tmp_path / "runs")
+    other = {"correct": "248", "greedy": {"0": 0.5, "1": 0.5}, "tokens": 70_000, "bonus": 0.0}
+    known = {"runs": {"none": {"1": {}, "7": other}, "length": {"0": other}}}
+    study = study._replace(seeds=(0, 1, 7))
+    record = results.collect(study, tmp_path / "runs", known)
+    # What another machine has made stays, and what is here replaces it.
+    assert record["runs"]["length"] == {"0": other} and record["runs"]["none"]["7"] == other
+    assert record["runs"]["none"]["1"]["correct"] == "012"
+    record = results.collect(study, tmp_path / "runs", {})
     assert record["runs"]["verl"]["1"] == {
         "correct": "024", "greedy": {0: 0.5, 1: 0.75}, "tokens": 70_000, "bonus": 0.25,
     }  # fmt: skip
