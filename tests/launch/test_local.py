@@ -13,7 +13,7 @@ import pytest
 
 from tests.fixtures import read_rows
 from tests.launch.conftest import ROOT, TINY, environment, run, xla_flags
-from tests.launch.test_bad_input import assert_one_line
+from tests.launch.test_bad_input import assert_each_is_one_line
 
 # A process in place of launch.train; its first argument says what it does.
 CHILD = """
@@ -172,14 +172,18 @@ def test_no_process_outlives_a_launcher_that_is_killed():
 
 @pytest.mark.slow
 def test_mistakes():
-    assert_one_line(run("launch.local"), "--processes is needed")
-    assert_one_line(run("launch.local", "--processes=0", "--", "x"), "--processes=0 must be")
-    assert_one_line(run("launch.local", "--processes=2"), "arguments of launch.train are needed")
-    assert_one_line(run("launch.local", "--processes=x", "--", "x"), "--processes=x")
-    assert_one_line(run("launch.local", "--processes=2", "x", "--", "x"), "'x' is not a flag")
-    result = run("launch.local", "--processes=1", "--devices_per_process=4097", "--", "x")
-    assert_one_line(result, "must be a whole number of at least 1 and at most 4096")
-    assert_one_line(run("launch.local", "--processes=1", "--grace_s=0", "--", "x"), "--grace_s=0.0")
+    assert_each_is_one_line(
+        "launch.local",
+        ([], "--processes is needed"),
+        (["--processes=0", "--", "x"], "--processes=0 must be"),
+        (["--processes=2"], "arguments of launch.train are needed"),
+        (["--processes=2", "x", "--", "x"], "'x' is not a flag"),
+        (
+            ["--processes=1", "--devices_per_process=4097", "--", "x"],
+            "must be a whole number of at least 1 and at most 4096",
+        ),
+        (["--processes=1", "--grace_s=0", "--", "x"], "--grace_s=0.0"),
+    )
 
 
 def test_mistake_of_the_trainer_keeps_its_exit_code(tmp_path: pathlib.Path):
