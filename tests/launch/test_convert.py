@@ -89,9 +89,8 @@ def test_a_run_becomes_a_model_directory(directory, made, tmp_path, capsys):
     assert "done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("share", [0.25, -0.5])
-def test_a_model_may_be_mixed_with_another(directory, made, tmp_path, share):
-    start = directory / "warm_start"
+def test_a_model_may_be_mixed_with_another(directory, made, tmp_path):
+    start, share = directory / "warm_start", -0.5
     convert(directory, tmp_path / "mixed", other=str(start), share=share)
     one, other = (made[1][2], random_params(POLICY))
     wanted = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
@@ -230,13 +229,14 @@ def test_a_target_is_never_overwritten(directory, tmp_path):
     assert [file.name for file in (tmp_path / "target").iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("end", [".writing", ".replaced"])
-def test_existing_staging_directory_is_never_removed(directory, tmp_path, end):
-    neighbour = tmp_path / f"target{end}"
-    neighbour.mkdir()
-    (neighbour / "mine").write_text("x")
-    refused(rf"target{end} is there already", convert, directory, tmp_path / "target")
-    assert (neighbour / "mine").read_text() == "x"
+def test_existing_staging_directory_is_never_removed(directory, tmp_path):
+    for end in (".writing", ".replaced"):
+        neighbour = tmp_path / f"target{end}"
+        neighbour.mkdir()
+        (neighbour / "mine").write_text("x")
+        refused(rf"target{end} is there already", convert, directory, tmp_path / "target")
+        assert (neighbour / "mine").read_text() == "x"
+        shutil.rmtree(neighbour)
 
 
 def test_a_target_that_cannot_be_made_is_named_before_the_work(directory, tmp_path):

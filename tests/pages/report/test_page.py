@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.jobs import view
+from semrl_jax.pages.html import data_element
 from semrl_jax.pages.report import page, reading, recorded_responses, write_report
 from semrl_jax.pages.report.panels import OTHER, panels_of
 from semrl_jax.runs.records import write_rollouts
@@ -263,7 +264,7 @@ def test_columns_of_another_type_are_shown_or_the_file_is_named(short_run, kind)
         for place, name in enumerate(table.column_names):
             pq.write_table(table.set_column(place, name, OTHER_TYPES[kind]), file)
             found = recorded_responses.samples(reading.read_runs([run]))
-            page.page({"title": "", "runs": []}, found)
+            data_element("samples", found)
             if kind == "a number" and name == "extracted":
                 shown = [row[8] for row in found["rows"] if row[2] == 0 and row[1] == "training"]
                 assert set(map(str, range(16))) <= set(shown)
