@@ -501,6 +501,7 @@ def test_a_disk_error_is_recorded_before_files_are_removed(saved, state, monkeyp
     checkpoints = Checkpoints(saved, keep=2, warn=lambda line: None)
     checkpoints.restore(state)
     monkeypatch.setattr(module, "write_manifest", full)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)  # between attempts to remove
     checkpoints.save(at_step(state, 3))
     monkeypatch.setattr(module.shutil, "rmtree", gone)
     assert "of step 3 could not be written: No space left" in checkpoints.failure()

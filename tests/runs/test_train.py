@@ -342,8 +342,11 @@ def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
 
 
 @pytest.mark.slow
-def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatch):
-    """Without a KL penalty, a reference is neither loaded nor evaluated."""
+def test_without_metrics_it_is_plain_grpo_and_resumes(config, tmp_path, rewarded, monkeypatch):
+    """Without a KL penalty, a reference is neither loaded nor evaluated.
+
+    Responses are of a part of the vocabulary.
+    """
     real, passes = Learner.logprobs, []
 
     def logprobs(learner, params, batch, **options):
@@ -354,35 +357,25 @@ def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatc
     config.hidden_states.source = "none"
     config.shaping.target = "none"
     config.algorithms.loss.kl_coefficient = 0.0
-    config.training.num_steps = 2
+    config.rollout.top_p, config.rollout.top_k = 0.7, 5
     config.logging.rollouts_every_steps = 5
-    assert train(config, str(tmp_path / "run")) == 0
+    for num_steps, name in ((2, "run"), (1, "resumed"), (2, "resumed")):
+        config.training.num_steps = num_steps
+        assert train(config, str(tmp_path / name)) == 0
     responses = sorted(file.stem for file in (tmp_path / "run" / "rollouts").iterdir())
     assert responses == ["eval_000000", "eval_000002", "step_000000", "step_000001"]  # the last
     rows = read_rows(tmp_path / "run")
-    assert all(reference is None for reference in passes) and len(passes) == 2
+    assert all(reference is None for reference in passes) and len(passes) == 4
     assert "policy/kl" not in rows[1] and np.isfinite(rows[1]["policy/loss"])
     assert rows[1]["rollout/state_bytes"] == 0
     assert not any(key.startswith("metrics/effective_rank") for key in rows[1])
     # An evaluation without metrics still has its statistics.
     assert {"eval/arithmetic/greedy_accuracy", "eval/arithmetic/mean_length"} <= set(rows[0])
-
-
-@pytest.mark.slow
-def test_a_run_without_kl_resumes_and_samples_from_a_part_of_the_vocabulary(
-    config, tmp_path, rewarded
-):
-    config.algorithms.loss.kl_coefficient = 0.0
-    config.rollout.top_p, config.rollout.top_k = 0.7, 5
-    for num_steps, name in ((2, "straight"), (1, "resumed"), (2, "resumed")):
-        config.training.num_steps = num_steps
-        assert train(config, str(tmp_path / name)) == 0
-    straight, resumed = (tmp_path / name for name in ("straight", "resumed"))
-    assert_same(final_params(resumed, 2), final_params(straight, 2))
-    rows = stable(read_rows(straight))[:2]
-    assert stable(read_rows(resumed))[:2] == rows
     # float32 engine and policy, both over the whole vocabulary
-    assert all(0 < row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows)
+    assert all(0 < row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows[:2])
+    assert_same(*(final_params(tmp_path / name, 2) for name in ("run", "resumed")))
+    resumed = stable(read_rows(tmp_path / "resumed"))
+    assert resumed[:2] == stable(rows)[:2]
 
 
 @pytest.mark.slow

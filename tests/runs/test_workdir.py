@@ -158,7 +158,7 @@ def test_a_resumed_run_may_have_other_devices_and_workers(config, tmp_path):
     reopened = open_workdir(str(tmp_path / "run"), config)
     reopened.close()
     named = {line.partition(":")[0] for line in reopened.changed}
-    # Of the metrics, those of evaluations follow.
+    # Evaluations follow the metrics of training.
     assert named == changed.keys() | {"evaluation.metric_options.num_threads"}
 
 
