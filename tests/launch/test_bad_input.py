@@ -61,26 +61,21 @@ def test_a_mistake_that_is_found_late_leaves_no_files(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("thesis.tex", "", "has no config.json of a run"),
-        ("config.json", '{"run_id": "a", "config": {"seed": 17}}', "config (seed: 17 -> 0)"),
-    ],
-)
-def test_a_directory_of_something_else_is_named_before_the_trainer_is_loaded(
-    tmp_path, name, content, message
-):
-    (tmp_path / "module").mkdir()
-    (tmp_path / "module" / "orbax.py").write_text("raise SystemExit('the trainer is loaded')")
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    (workdir / name).write_text(content)
-    flags = f"--config={TINY}", f"--workdir={workdir}"
+def test_a_directory_of_something_else_is_named_before_the_trainer_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "orbax.py").write_text("raise SystemExit('the trainer is loaded')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    files = {"mine/thesis.tex": "", "other/config.json": '{"run_id": "a", "config": {"seed": 17}}'}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
     for command in ("launch.train", "launch.sft"):
-        result = run(command, *flags, env={"PYTHONPATH": str(tmp_path / "module")})
-        assert_one_line(result, message)
-    assert [path.name for path in workdir.iterdir()] == [name]
+        assert_each_is_one_line(
+            command,
+            ([f"--config={TINY}", f"--workdir={tmp_path}/mine"], "has no config.json of a run"),
+            ([f"--config={TINY}", f"--workdir={tmp_path}/other"], "config (seed: 17 -> 0)"),
+            imports=["semrl_jax.training.optimizer"],  # which the check of a config loads
+        )
+    assert {str(file.relative_to(tmp_path)) for file in tmp_path.glob("*/*")} == files.keys()
 
 
 @pytest.mark.slow
