@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from tests.fixtures import read_rows
 from tests.launch.conftest import ROOT, TINY, environment, run, xla_flags
 from tests.launch.test_bad_input import assert_each_is_one_line
 
@@ -196,30 +195,14 @@ def test_mistake_of_the_trainer_keeps_its_exit_code(tmp_path: pathlib.Path):
     assert not (tmp_path / "run").exists()
 
 
-def start_two(workdir, *words):
-    return subprocess.Popen(
-        [sys.executable, "-m", "launch.local", "--processes=2", "--", f"--config={TINY}",
-         f"--workdir={workdir}", *words],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, env=environment(),
-    )  # fmt: skip
-
-
-@pytest.mark.soak
-def test_two_processes_train_one_run(tmp_path):
-    process = start_two(tmp_path / "run", "--config.training.num_steps=1")
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 0, output
-    assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1]
-    assert "[0] done: 1 steps" in output.splitlines()
-    assert "[1] done" not in output  # only process 0 prints
-    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
-    assert config["distributed"]["num_processes"] == 2
-
-
 @pytest.mark.soak
 def test_a_process_that_is_killed_ends_the_run(tmp_path):
     """One process dies: the other reports it and ends; the first to end gives the exit code."""
-    process = start_two(tmp_path / "run", "--config.training.num_steps=1000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.local", "--processes=2", "--", f"--config={TINY}",
+         f"--workdir={tmp_path / 'run'}", "--config.training.num_steps=1000"],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, env=environment(),
+    )  # fmt: skip
     for line in process.stdout:
         if "[0] step " in line:
             break

@@ -26,6 +26,7 @@ from semrl_jax.training.learner import Learner
 from tests.cases import raised, refused
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.oracles import algorithms as oracle
+from tests.runs.resuming import rows_of_parts
 from tests.tiny import tiny_config
 
 # Columns of records for replays alone.
@@ -359,13 +360,10 @@ def test_without_metrics_it_is_plain_grpo_and_resumes(config, tmp_path, rewarded
     config.shaping.target = "none"
     config.algorithms.loss.kl_coefficient = 0.0
     config.rollout.top_p, config.rollout.top_k = 0.7, 5
-    config.logging.rollouts_every_steps = 5
-    for num_steps, name in ((2, "run"), (1, "resumed"), (2, "resumed")):
-        config.training.num_steps = num_steps
-        assert train(config, str(tmp_path / name)) == 0
-    responses = sorted(file.stem for file in (tmp_path / "run" / "rollouts").iterdir())
+    config.logging.rollouts_every_steps, config.training.num_steps = 5, 2
+    rows, resumed = rows_of_parts(config, tmp_path, 1)
+    responses = sorted(file.stem for file in (tmp_path / "whole" / "rollouts").iterdir())
     assert responses == ["eval_000000", "eval_000002", "step_000000", "step_000001"]  # the last
-    rows = read_rows(tmp_path / "run")
     assert all(reference is None for reference in passes) and len(passes) == 4
     assert "policy/kl" not in rows[1] and np.isfinite(rows[1]["policy/loss"])
     assert rows[1]["rollout/state_bytes"] == 0
@@ -374,9 +372,8 @@ def test_without_metrics_it_is_plain_grpo_and_resumes(config, tmp_path, rewarded
     assert {"eval/arithmetic/greedy_accuracy", "eval/arithmetic/mean_length"} <= set(rows[0])
     # float32 engine and policy, both over the whole vocabulary
     assert all(0 < row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows[:2])
-    assert_same(*(final_params(tmp_path / name, 2) for name in ("run", "resumed")))
-    resumed = stable(read_rows(tmp_path / "resumed"))
-    assert resumed[:2] == stable(rows)[:2]
+    assert_same(*(final_params(tmp_path / name, 2) for name in ("whole", "parts")))
+    assert stable(resumed)[:2] == stable(rows)[:2]
 
 
 @pytest.mark.slow
