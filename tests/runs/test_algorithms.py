@@ -17,7 +17,7 @@ from tests.fixtures import read_rows, stable
 from tests.launch.comparison import restore_on_host
 from tests.runs.resuming import rows_of_parts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reports_where_looked_at")]
 # Each combines parts that need different passes and arrays. The tiny policy never ends a response
 # rightly, so rewards come from the fixture `rewarded`.
 RUNS = {

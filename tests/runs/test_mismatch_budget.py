@@ -12,6 +12,7 @@ from semrl_jax.runs.mismatch_budget import BUDGET, mismatch_warning
 from semrl_jax.runs.run import Run
 from tests.tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
 LOGPROB, STATE = "rollout/logprob_mismatch/mean", "rollout/hidden_state_mismatch/mean"
 
 
