@@ -7,6 +7,7 @@ only for the last checks, which import modules that a user names.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import ml_collections
@@ -41,6 +42,7 @@ from semrl_jax.types import SamplingParams, distribution_of
 
 # Their baseline is the mean of the group, also if that takes the place of some rewards.
 BY_GROUP_MEAN = ("grpo", "dr_grpo", "rloo", "max_likelihood", "red_weight")
+OFF = None  # see `_exclude`
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
@@ -256,9 +258,22 @@ def _check_data(config: ml_collections.ConfigDict) -> None:
         )
 
 
+def _exclude(
+    config: ml_collections.ConfigDict, this: str, *others: tuple[str, bool | None, str]
+) -> None:
+    """UserError for the first of other fields that does not go with `this` setting.
+
+    Each has the way out, and whether its value goes with it; OFF: only an empty value does.
+    """
+    for field, is_fine, way_out in others:
+        value = operator.attrgetter(field)(config)
+        if not (is_fine or (is_fine is OFF and not value)):
+            raise UserError(f"{this} and {field}={value!r}: {way_out}.")
+
+
 def _check_environment(config: ml_collections.ConfigDict) -> None:
     """Refuses what does not go with turns."""
-    name, data, rewards = config.environment.name, config.data, config.rewards
+    name, data = config.environment.name, config.data
     if (data.task == "environment") != bool(name):
         raise UserError(
             f"data.task={data.task!r} and environment.name={name!r}: set both, or neither."
@@ -267,33 +282,23 @@ def _check_environment(config: ml_collections.ConfigDict) -> None:
         return
     measured = config.evaluation.metric_options if config.evaluation.metrics else config.metrics
     one_turn = "set it to 'trainer': a replica sees one turn alone"
-    for field, value, is_fine, way_out in (
-        ("model.path", config.model.path, bool(config.model.path),
-         "name a model whose tokenizer has a chat template"),
-        ("data.template", data.template, data.template in ("auto", "chat"),
+    rewarded = ("function", "functions", "majority", "probability_after")
+    _exclude(
+        config,
+        f"environment.name={name!r}",
+        ("model.path", bool(config.model.path), "name a model whose tokenizer has a chat template"),
+        ("data.template", data.template in ("auto", "chat"),
          "leave it out: messages are rendered by the chat template"),
-        ("data.system_prompt", data.system_prompt, not data.system_prompt,
-         "leave it out: the environment writes all messages"),
-        ("rewards.function", rewards.function, not rewards.function,
-         "leave it out: the environment gives the rewards"),
-        ("rewards.functions", tuple(rewards.functions), not rewards.functions,
-         "leave it out: the environment gives the rewards"),
-        ("rewards.majority", True, not rewards.majority,
-         "leave it out: the environment gives the rewards"),
-        ("rewards.probability_after", rewards.probability_after, not rewards.probability_after,
-         "leave it out: the environment gives the rewards"),
-        ("data.teacher_input", data.teacher_input, not data.teacher_input,
-         "leave it out: an episode has several messages"),
-        ("model.references", tuple(config.model.references), not config.model.references,
-         "set reference_path: all tasks are of one data source"),
-        ("rollout.in_flight", config.rollout.in_flight, num_parts(config.rollout) == 1,
+        ("data.system_prompt", OFF, "leave it out: the environment writes all messages"),
+        *((f"rewards.{field}", OFF, "leave it out: the environment gives the rewards")
+          for field in rewarded),
+        ("data.teacher_input", OFF, "leave it out: an episode has several messages"),
+        ("model.references", OFF, "set reference_path: all tasks are of one data source"),
+        ("rollout.in_flight", num_parts(config.rollout) == 1,
          "set it to 'wait': with this max_staleness, responses are sampled in parts"),
-        ("metrics.placement", "rollout", config.metrics.placement == "trainer", one_turn),
-        ("evaluation.metric_options.placement", "rollout", measured.placement == "trainer",
-         one_turn),
-    ):  # fmt: skip
-        if not is_fine:
-            raise UserError(f"environment.name={name!r} and {field}={value!r}: {way_out}.")
+        ("metrics.placement", config.metrics.placement == "trainer", one_turn),
+        ("evaluation.metric_options.placement", measured.placement == "trainer", one_turn),
+    )  # fmt: skip
 
 
 def _check_sizes(config: ml_collections.ConfigDict) -> None:
@@ -341,20 +346,18 @@ def _check_given(config: ml_collections.ConfigDict) -> None:
         )
     if not count:
         return
-    for setting, value, is_fine, way_out in (
-        ("rollout.group_size", rollout.group_size, count < rollout.group_size,
+    _exclude(
+        config,
+        f"rollout.given_responses={count}",
+        ("rollout.group_size", count < rollout.group_size,
          "a group must have a sampled response too"),
-        ("data.task", data.task, data.task in ("arithmetic", "files"),
+        ("data.task", data.task in ("arithmetic", "files"),
          "only rows of files and arithmetic have given responses"),
-        ("data.given_field", field, bool(field) == (data.task == "files"),
+        ("data.given_field", bool(field) == (data.task == "files"),
          "name the field of data.files that has them; arithmetic has its own"),
-        ("rewards.majority", True, not config.rewards.majority,
-         "given responses would vote; leave one of them out"),
-        ("data.curriculum", data.curriculum, not data.curriculum,
-         "it would count given responses as solved; leave one of them out"),
-    ):  # fmt: skip
-        if not is_fine:
-            raise UserError(f"rollout.given_responses={count} and {setting}={value!r}: {way_out}.")
+        ("rewards.majority", OFF, "given responses would vote; leave one of them out"),
+        ("data.curriculum", OFF, "it would count given responses as solved; leave one of them out"),
+    )  # fmt: skip
 
 
 def _check_hints(config: ml_collections.ConfigDict) -> None:
@@ -366,61 +369,52 @@ def _check_hints(config: ml_collections.ConfigDict) -> None:
         return
     of_prompts = "it knows prompts without hints; leave one of them out"
     needs = load_algorithm(config.algorithms.to_dict()).needs
-    for setting, value, is_fine, way_out in (
-        ("data.task", data.task, data.task in ("arithmetic", "files"),
+    _exclude(
+        config,
+        f"rollout.hint_rounds={rollout.hint_rounds}",
+        ("data.task", data.task in ("arithmetic", "files"),
          "only rows of files and arithmetic have solutions"),
-        ("data.given_field", data.given_field, bool(data.given_field) == (data.task == "files"),
+        ("data.given_field", bool(data.given_field) == (data.task == "files"),
          "name the field of data.files that has solutions; arithmetic has its own"),
-        ("data.hint_input", data.hint_input,
-         "{input}" in data.hint_input and "{hint}" in data.hint_input,
+        ("data.hint_input", "{input}" in data.hint_input and "{hint}" in data.hint_input,
          "it must have {input} and {hint}"),
-        ("rollout.given_responses", rollout.given_responses, not rollout.given_responses,
-         "both help groups that fail; leave one of them out"),
-        ("rollout.in_flight", rollout.in_flight, num_parts(rollout) == 1, "set it to 'wait'"),
-        ("rewards.majority", True, not config.rewards.majority,
-         "no reference says which groups fail; leave one of them out"),
-        ("data.curriculum", data.curriculum, not data.curriculum,
+        ("rollout.given_responses", OFF, "both help groups that fail; leave one of them out"),
+        ("rollout.in_flight", num_parts(rollout) == 1, "set it to 'wait'"),
+        ("rewards.majority", OFF, "no reference says which groups fail; leave one of them out"),
+        ("data.curriculum", OFF,
          "it would count prompts with hints as solved; leave one of them out"),
-        ("data.teacher_input", data.teacher_input, not data.teacher_input, of_prompts),
-        ("model.references", config.model.references, not config.model.references, of_prompts),
-        ("rewards.model.tokenizer", "own", config.rewards.model.tokenizer != "own", of_prompts),
-        ("algorithms.name", config.algorithms.name, not needs.prompt_state, of_prompts),
-    ):  # fmt: skip
-        if not is_fine:
-            raise UserError(
-                f"rollout.hint_rounds={rollout.hint_rounds} and {setting}={value!r}: {way_out}."
-            )
+        ("data.teacher_input", OFF, of_prompts),
+        ("model.references", OFF, of_prompts),
+        ("rewards.model.tokenizer", config.rewards.model.tokenizer != "own", of_prompts),
+        ("algorithms.name", not needs.prompt_state, of_prompts),
+    )  # fmt: skip
 
 
 def _check_branching(config: ml_collections.ConfigDict) -> None:
     """Refuses what does not go with branches."""
-    rollout, name = config.rollout, config.environment.name
+    rollout = config.rollout
     rule = find_rule(rollout.branching)
     if rule is None:
         return
     size = 1 + rule.options.branches
     of_parts = "the tokens of a prefix would not count; leave one of them out"
-    for setting, value, is_fine, way_out in (
-        ("rollout.group_size", rollout.group_size, rollout.group_size % size == 0,
+    _exclude(
+        config,
+        f"rollout.branching={rollout.branching!r}",
+        ("rollout.group_size", rollout.group_size % size == 0,
          f"a response and its branches are {size}; choose a multiple"),
-        ("environment.name", name, not name, "an episode has turns; leave one of them out"),
-        ("rollout.in_flight", rollout.in_flight, num_parts(rollout) == 1, "set it to 'wait'"),
-        ("rollout.min_tokens", rollout.min_tokens, not rollout.min_tokens, of_parts),
-        ("rollout.presence_penalty", rollout.presence_penalty, not rollout.presence_penalty,
-         of_parts),
-        ("rollout.frequency_penalty", rollout.frequency_penalty, not rollout.frequency_penalty,
-         of_parts),
-        ("algorithms.advantage.credit", "turn",
+        ("environment.name", OFF, "an episode has turns; leave one of them out"),
+        ("rollout.in_flight", num_parts(rollout) == 1, "set it to 'wait'"),
+        ("rollout.min_tokens", OFF, of_parts),
+        ("rollout.presence_penalty", OFF, of_parts),
+        ("rollout.frequency_penalty", OFF, of_parts),
+        ("algorithms.advantage.credit",
          rule.options.trains_prefix or config.algorithms.advantage.credit != "turn",
          "the turns of a branch and of a whole response differ; set 'episode', or trains_prefix=1"),
-        ("metrics.placement", "rollout",
+        ("metrics.placement",
          config.metrics.placement == "trainer" or config.hidden_states.source != "rollout",
          "set it to 'trainer': a replica sees a part alone"),
-    ):  # fmt: skip
-        if not is_fine:
-            raise UserError(
-                f"rollout.branching={rollout.branching!r} and {setting}={value!r}: {way_out}."
-            )
+    )  # fmt: skip
 
 
 def _indicators_of_probes(names: Sequence[str]) -> tuple[str, ...]:

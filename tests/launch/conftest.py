@@ -1,10 +1,13 @@
 """Runs commands as a user does: processes with one device, without forced devices."""
 
+import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 
 import pytest
 
@@ -48,6 +51,48 @@ def run(*arguments, timeout=120, text=None, **options) -> subprocess.CompletedPr
         process.kill()
         raise
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+EACH = """
+import importlib, json, os, runpy, sys
+module, imports, directory, calls = json.load(sys.stdin)
+for name in imports:
+    importlib.import_module(name)
+for number, arguments in enumerate(calls):
+    if not os.fork():
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{directory}/{number}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def run_each(
+    module: str, *calls: Iterable, imports: Iterable[str] = ()
+) -> list[subprocess.CompletedProcess]:
+    """Runs `python -m MODULE` with each of several lists of arguments.
+
+    Each is a fork of a process that has imported what all commands share, and `imports`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        directory = pathlib.Path(name)
+        shared = ["launch.cli", "launch.fields", *imports]
+        words = [list(map(str, arguments)) for arguments in calls]
+        done = subprocess.run(
+            [sys.executable, "-c", EACH], input=json.dumps([module, shared, name, words]),
+            cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+        codes = list(map(int, done.stdout.split()))
+        assert len(codes) == len(calls), done.stderr
+        texts = [
+            [(directory / f"{number}.{kind}").read_text() for kind in ("out", "err")]
+            for number in range(len(calls))
+        ]
+    return [
+        subprocess.CompletedProcess(arguments, code, *text)
+        for arguments, code, text in zip(calls, codes, texts)
+    ]
 
 
 def succeed(*arguments, **options) -> subprocess.CompletedProcess:

@@ -6,9 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.cases import slow_after
 from tests.launch.conftest import run, succeed
-from tests.launch.test_bad_input import assert_one_line
+from tests.launch.test_bad_input import assert_each_is_one_line, assert_one_line
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -38,32 +37,23 @@ def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
     assert (output / "effective_rank.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    slow_after(
-        4,
-        [
-            ([], "first argument must be one of metrics, study, curve, but there"),
-            (["plot"], "not 'plot'"),
-            (["metrics", "again"], "'again' is not a flag"),
-            (["metrics"], "--input is needed"),
-            (["metrics", "--input=x.npz", "--stride=0"], "--stride=0"),
-            (["metrics", "--input=x.npz", "--window=half"], "--window=half"),
-            (["metrics", "--nope"], "--nope is unknown"),
-            (["study", "--run=x", "--policy=y"], "--policy belongs to --input"),
-        ],
-    ),
-)
-def test_mistakes_are_named_before_jax_is_loaded(arguments, message, tmp_path):
+def test_mistakes_are_named_before_jax_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "jax.py").write_text("raise SystemExit('JAX is loaded')")
-    result = run("launch.analyze", *arguments, timeout=20, env={"PYTHONPATH": str(tmp_path)})
-    assert_one_line(result, message)
-
-
-def test_a_study_does_not_overwrite_generated_responses(tmp_path):
     (tmp_path / "generation.json").write_text("{}")
-    result = run("launch.analyze", "study", f"--input={tmp_path}", f"--output={tmp_path}")
-    assert_one_line(result, "launch.generate wrote there; name a new directory")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert_each_is_one_line(
+        "launch.analyze",
+        ([], "first argument must be one of metrics, study, curve, but there"),
+        (["plot"], "not 'plot'"),
+        (["metrics", "again"], "'again' is not a flag"),
+        (["metrics"], "--input is needed"),
+        (["metrics", "--input=x.npz", "--window=half"], "--window=half"),
+        (["study", "--run=x", "--policy=y"], "--policy belongs to --input"),
+        (
+            ["study", f"--input={tmp_path}", f"--output={tmp_path}"],
+            "launch.generate wrote there; name a new directory",
+        ),
+    )
 
 
 @pytest.mark.slow

@@ -6,111 +6,111 @@ import sys
 
 import pytest
 
-from tests.cases import slow_after
-from tests.launch.conftest import ROOT, TINY, environment, run, start, succeed
-
-MISTAKES = {
-    "stray word": (["foo"], "'foo' is not a flag"),
-    "model directory missing": (["--config.model.path=/nowhere"], "does not exist"),
-    "stop token": (["--config.rollout.stop_token_ids=99"], "stop_token_ids has 99"),
-    "top-k": (["--config.rollout.top_k=1000"], "top_k=1000 must be at most"),
-    "mesh": (["--config.mesh.tensor=3"], "needs 3 devices, but 1 are there"),
-    "memory": (
-        ["--config.model.hidden_size=16384", "--config.model.num_layers=200"],  # TiBs
-        "this machine or container has",
-    ),
-    "replica unreachable": (
-        ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.connect_timeout_s=1"],
-        "cannot be reached within 1 s",
-    ),
-    "token file missing": (
-        ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.token_file=/nowhere"],
-        "token_file=/nowhere cannot be read",
-    ),
-}
+from semrl_jax.runs import train
+from tests.cases import refused
+from tests.launch.conftest import ROOT, TINY, environment, run, run_each, start, succeed
 
 
-def assert_one_line(result, message):
+def assert_one_line(result, *messages):
     lines = result.stderr.strip().splitlines()
     assert result.returncode == 2, result.stderr
     assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("python -m launch.") and message in lines[0]
+    assert lines[0].startswith("python -m launch.")
+    assert all(message in lines[0] for message in messages), lines[0]
 
 
-# All but the first import JAX before the mistake, which takes seconds.
-@pytest.mark.parametrize("mistake", slow_after(1, MISTAKES))
-def test_train_names_the_mistake(mistake, tmp_path):
-    flags, message = MISTAKES[mistake]
-    result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}", *flags)
-    assert_one_line(result, message)
+def assert_each_is_one_line(module, *cases, imports=()):
+    """Each case has arguments of the command, and texts of the line that it must print."""
+    done = run_each(module, *(arguments for arguments, *_ in cases), imports=imports)
+    for result, (_, *messages) in zip(done, cases, strict=True):
+        assert_one_line(result, *messages)
+    return done
+
+
+def test_train_names_the_mistake(tmp_path):
+    config, workdir = f"--config={TINY}", f"--workdir={tmp_path / 'run'}"
+    assert_each_is_one_line(
+        "launch.train",
+        ([config, workdir, "foo"], "'foo' is not a flag"),
+        ([workdir], "--config is needed"),
+        ([workdir, "--config=nowhere.py"], "No such file"),
+    )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_train_needs_config_and_workdir(tmp_path):
+def test_a_mistake_that_is_found_late_leaves_no_files(config, tmp_path):
+    for fields, message in (
+        ({"model.path": "/nowhere"}, "'/nowhere' does not exist"),
+        ({"rollout.stop_token_ids": (99,)}, "stop_token_ids has 99"),
+        ({"rollout.top_k": 1000}, "top_k=1000 must be at most"),
+        ({"mesh.tensor": 3}, "needs 6 devices, but 8 are there"),
+        ({"model.hidden_size": 16384, "model.num_layers": 200}, "or container has"),  # TiBs
+    ):
+        wrong = config.copy_and_resolve_references()
+        wrong.update_from_flattened_dict(fields)
+        refused(message, train, wrong, str(tmp_path / "run"))
+        assert not (tmp_path / "run").exists()
+    result = run(
+        "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",
+        "--config.rollout.addresses=127.0.0.1:1", "--config.rollout.connect_timeout_s=1",
+    )  # fmt: skip
+    assert_one_line(result, "cannot be reached within 1 s")
     assert_one_line(run("launch.train", f"--config={TINY}"), "--workdir is needed")
-    assert_one_line(run("launch.train", f"--workdir={tmp_path / 'run'}"), "--config is needed")
-    missing = run("launch.train", "--config=nowhere.py", f"--workdir={tmp_path / 'run'}")
-    assert_one_line(missing, "No such file")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("thesis.tex", "", "has no config.json of a run"),
-        ("config.json", '{"run_id": "a", "config": {"seed": 17}}', "config (seed: 17 -> 0)"),
-    ],
-)
-def test_a_directory_of_something_else_is_named_before_the_trainer_is_loaded(
-    tmp_path, name, content, message
-):
-    (tmp_path / "module").mkdir()
-    (tmp_path / "module" / "orbax.py").write_text("raise SystemExit('the trainer is loaded')")
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    (workdir / name).write_text(content)
-    flags = f"--config={TINY}", f"--workdir={workdir}"
+def test_a_directory_of_something_else_is_named_before_the_trainer_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "orbax.py").write_text("raise SystemExit('the trainer is loaded')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    files = {"mine/thesis.tex": "", "other/config.json": '{"run_id": "a", "config": {"seed": 17}}'}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
     for command in ("launch.train", "launch.sft"):
-        result = run(command, *flags, env={"PYTHONPATH": str(tmp_path / "module")})
-        assert_one_line(result, message)
-    assert [path.name for path in workdir.iterdir()] == [name]
+        assert_each_is_one_line(
+            command,
+            ([f"--config={TINY}", f"--workdir={tmp_path}/mine"], "has no config.json of a run"),
+            ([f"--config={TINY}", f"--workdir={tmp_path}/other"], "config (seed: 17 -> 0)"),
+            imports=["semrl_jax.training.optimizer"],  # which the check of a config loads
+        )
+    assert {str(file.relative_to(tmp_path)) for file in tmp_path.glob("*/*")} == files.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "variables", "message"),
-    [
-        ((), {"SEMRL_ROLLOUT_TOKEN": "another"}, "{} refuses the token"),
-        (("--config.rollout.max_response_tokens=57",), {},
-         "serves max_response_tokens=56, but the trainer asks for 57"),
-    ],
-    ids=["token", "limits"],
-)  # fmt: skip
-def test_a_replica_that_does_not_fit_is_refused(replica, tmp_path, flags, variables, message):
+def test_a_replica_that_does_not_fit_is_refused(replica, tmp_path):
     places = f"--workdir={tmp_path / 'run'}", f"--config.rollout.addresses={replica}"
-    result = run("launch.train", f"--config={TINY}", *places, *flags, env=variables)
-    assert_one_line(result, message.format(replica))
-    assert not (tmp_path / "run").exists()
+    for flags, variables, message in (
+        ((), {"SEMRL_ROLLOUT_TOKEN": "another"}, f"{replica} refuses the token"),
+        (
+            ("--config.rollout.max_response_tokens=57",),
+            {},
+            "serves max_response_tokens=56, but the trainer asks for 57",
+        ),
+    ):
+        result = run("launch.train", f"--config={TINY}", *places, *flags, env=variables)
+        assert_one_line(result, message)
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_rollout_names_the_mistake(tmp_path):
+    config = f"--config={TINY}"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        result = run("launch.rollout", f"--config={TINY}", f"--port={port}")
-    assert_one_line(result, "Address already in use")
-    result = run("launch.rollout", f"--config={TINY}", "--host=0.0.0.0", "--port=0")
-    assert_one_line(result, "needs TLS")
-    result = run("launch.rollout", f"--config={TINY}", env={"SEMRL_ROLLOUT_TOKEN": ""})
+        assert_each_is_one_line(
+            "launch.rollout",
+            ([config, f"--port={taken.getsockname()[1]}"], "Address already in use"),
+            ([config, "--host=0.0.0.0", "--port=0"], "needs TLS"),
+            ([config, "--config.rollout.jax_chunk_tokens=0"], "jax_chunk_tokens=0 must be above 0"),
+            ([config, "--engine=abacus"], "--engine=abacus: value should be one of <jax|"),
+            ([config, "--config.rollout.token_file=/nowhere"], "token_file=/nowhere cannot be re"),
+            imports=["semrl_jax.rollout.building", "semrl_jax.rollout.server"],
+        )
+    result = run("launch.rollout", config, env={"SEMRL_ROLLOUT_TOKEN": ""})
     assert_one_line(result, "token is empty")
-    result = run("launch.rollout", f"--config={TINY}", "--config.rollout.jax_chunk_tokens=0")
-    assert_one_line(result, "jax_chunk_tokens=0 must be above 0")
-    result = run("launch.rollout", f"--config={TINY}", "--engine=abacus")
-    assert_one_line(result, "--engine=abacus: value should be one of <jax|")
 
 
 @pytest.mark.slow
@@ -153,8 +153,7 @@ from transformers import AutoTokenizer
         assert ("PyTorch was not found" in result.stderr) == advised, result.stderr
 
 
-@pytest.mark.parametrize("command", slow_after(1, ["train", "rollout", "sft", "local"]))
-def test_help_says_what_the_command_does(command):
-    result = succeed(f"launch.{command}", "--help")
-    assert f"python -m launch.{command}" in result.stdout and "--config" in result.stdout
+def test_help_says_what_the_command_does():
+    result = succeed("launch.train", "--help")
+    assert "python -m launch.train" in result.stdout and "--config" in result.stdout
     assert not result.stderr

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.evaluation.samples import read_samples
-from tests.launch.conftest import TINY, run, start, succeed
+from tests.launch.conftest import TINY, run, run_each, start, succeed
+from tests.launch.test_bad_input import assert_each_is_one_line
 from tests.old_formats import EVALUATION, make_old
 from tests.training.test_reward_model import classifier
 
@@ -57,24 +58,19 @@ def undisturbed(settings, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ((), "= 64 problems  ["),
-        (("--benchmarks=gsm8k",), "= 1000000000 problems  [set by the command"),
-    ],
-)
-def test_endless_problems_are_as_many_as_the_run_held_out(tmp_path, flags, line):
+def test_endless_problems_are_as_many_as_the_run_held_out(tmp_path):
     (tmp_path / "config.py").write_text(
         "from configs import default\n\n\ndef get_config():\n    config = default.get_config()\n"
         "    config.data.update(task='reasoning_gym', reasoning_gym=('gcd',))\n"
         "    config.evaluation.num_problems = 64\n    return config\n"
     )
-    done = evaluate(
-        f"--config={tmp_path}/config.py", f"--policy={tmp_path}", f"--output={tmp_path}/out",
-        "--explain", *flags,
-    )  # fmt: skip
-    assert f"evaluation.num_problems {line}" in done.stdout
+    flags = [f"--config={tmp_path}/config.py", f"--policy={tmp_path}", f"--output={tmp_path}/out"]
+    own, named = run_each(
+        "launch.evaluate", [*flags, "--explain"], [*flags, "--explain", "--benchmarks=gsm8k"]
+    )
+    assert "evaluation.num_problems = 64 problems  [" in own.stdout
+    everything = "evaluation.num_problems = 1000000000 problems  [set by the command"
+    assert everything in named.stdout
 
 
 def files_of(directory):
@@ -191,27 +187,18 @@ def test_benchmarks_can_be_added_to_results_and_other_settings_cannot(
     assert "holds responses with another temperature of arithmetic (0.6, now 0.9)" in done.stderr
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_are_named_in_one_line():
+    given = ("--policy=.", "--output=x")
+    assert_each_is_one_line(
+        "launch.evaluate",
         ((), "--policy is needed"),
-        (("--policy=.", "--output=x", "--benchmarks=a", "--k=2"), "evaluation.k has 2, which must"),
-        slow(("--policy=.",), "--output is needed"),
-        slow(("--policy=.", "--output=x"), "--benchmarks is needed"),
-        slow(("--policy=.", "--output=x", "--benchmarks=a", "--n=0"), "evaluation.n=0 must be"),
-        slow(("--policy=.", "--output=x", "--steps=1,b"), "--steps has 'b'; it must be whole"),
-        slow(
-            ("--policy=.", "--output=x", "--n=2", "--config.evaluation.n=3"),
+        ((*given, "--benchmarks=a", "--k=2"), "evaluation.k has 2, which must"),
+        (given[:1], "--output is needed"),
+        (given, "--benchmarks is needed"),
+        ((*given, "--benchmarks=a", "--n=0"), "evaluation.n=0 must be"),
+        ((*given, "--steps=1,b"), "--steps has 'b'; it must be whole"),
+        (
+            (*given, "--n=2", "--config.evaluation.n=3"),
             "--n and --config.evaluation.n set the same field",
         ),
-    ],
-)
-def test_mistakes_are_named_in_one_line(arguments, message):
-    done = evaluate(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    )

@@ -13,8 +13,8 @@ import transformers
 from safetensors import safe_open
 
 from tests.fixtures import save_model
-from tests.launch.conftest import ROOT, run, start, succeed
-from tests.launch.test_bad_input import assert_one_line
+from tests.launch.conftest import ROOT, start, succeed
+from tests.launch.test_bad_input import assert_each_is_one_line
 from tests.old_formats import GENERATION, make_old
 
 pytestmark = pytest.mark.slow
@@ -203,23 +203,19 @@ def test_a_study_of_the_recorded_states(inputs, undisturbed, tmp_path):
 
 
 def test_mistakes_are_named(inputs, undisturbed, tmp_path):
-    def refused(*more, output=tmp_path / "out"):
-        return run("launch.generate", *command(inputs, output, *more))
-
-    for flags, message in (
-        (["--conversations=correct"], "--conversations=correct needs --verifier"),
-        (["--temperature=0"], "gives evaluation.n=2 equal responses"),
-        (["--n=0"], "evaluation.n=0 must be"),
-        (["--prompts=/nowhere.jsonl"], "--prompts: prompt file '/nowhere.jsonl' does not exist"),
-        (["--states=prefill"], "--states needs layers"),
-        (["--config.data.task=arithmetic"], "--config.data.task has no meaning"),
-        (["--verifier=nobody"], "'nobody' must be 'package.module:name'"),
-    ):
-        result = refused(*flags)
-        assert_one_line(result, message)
-    other = refused(*EVERYTHING, "--top_k=3", output=undisturbed)
-    assert_one_line(other, "holds responses with another evaluation.top_k (0, now 3)")
-    score = ("launch.score", "--verifier=math", f"--output={tmp_path / 'x.parquet'}")
-    assert_one_line(run(*score), "--samples is needed")
-    assert_one_line(run(*score, "--samples=/no.parquet"), "--samples: prompt file '/no.parquet'")
-    assert_one_line(run(*score, "--samples=/no.jsonl"), "must end in .jsonl")
+    given = command(inputs, tmp_path / "out")
+    assert_each_is_one_line(
+        "launch.generate",
+        ((*given, "--conversations=correct"), "--conversations=correct needs --verifier"),
+        ((*given, "--temperature=0"), "gives evaluation.n=2 equal responses"),
+        ((*given, "--n=0"), "evaluation.n=0 must be"),
+        ((*given, "--prompts=/no.jsonl"), "--prompts: prompt file '/no.jsonl' does not exist"),
+        ((*given, "--states=prefill"), "--states needs layers"),
+        ((*given, "--config.data.task=arithmetic"), "--config.data.task has no meaning"),
+        ((*given, "--verifier=nobody"), "'nobody' must be 'package.module:name'"),
+        (
+            command(inputs, undisturbed, *EVERYTHING, "--top_k=3"),
+            "holds responses with another evaluation.top_k (0, now 3)",
+        ),
+        imports=["semrl_jax.jobs.generate"],
+    )

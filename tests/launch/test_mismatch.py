@@ -17,7 +17,7 @@ from semrl_jax.support.console import Reporter
 from semrl_jax.types import TensorSum
 from tests.fixtures import save_model
 from tests.launch.conftest import run, succeed
-from tests.launch.test_bad_input import assert_one_line
+from tests.launch.test_bad_input import assert_each_is_one_line
 from tests.rollout.engines.vllm_replica import PYTHON
 
 pytestmark = pytest.mark.slow
@@ -107,22 +107,19 @@ def test_checksums_name_tensors_and_the_version_that_they_are_of(dtype):
     assert weights.unknown == {"embed/embedding"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ((), "--policy is needed"),
-        (("--policy={home}/model", "--samples={home}/none"), "does not exist"),
-        (("--policy={home}/model", "--engine=nowhere"), "--engine=nowhere"),
-        (("--policy={home}/model", "--samples={home}/torn"), "cannot be read"),
-        (("--policy={home}/small", "--samples={home}/sampled"), "shape"),
-        (("--policy={home}/model", "--samples={home}/foreign"), "another tokenizer"),
-        (("--policy={home}/model", "--earlier=1"), "--earlier"),
-    ],
-)
-def test_mistakes_are_one_line(home, flags, reason):
-    given = [flag.replace("{home}", str(home)) for flag in flags]
-    done = run("launch.mismatch", *given, f"--output={home / 'no.html'}")
-    assert_one_line(done, reason)
+def test_mistakes_are_one_line(home):
+    output, model = f"--output={home / 'no.html'}", f"--policy={home / 'model'}"
+    assert_each_is_one_line(
+        "launch.mismatch",
+        ((output,), "--policy is needed"),
+        ((output, model, f"--samples={home}/none"), "does not exist"),
+        ((output, model, "--engine=nowhere"), "--engine=nowhere"),
+        ((output, model, f"--samples={home}/torn"), "cannot be read"),
+        ((output, f"--policy={home}/small", f"--samples={home}/sampled"), "shape"),
+        ((output, model, f"--samples={home}/foreign"), "another tokenizer"),
+        ((output, model, "--earlier=1"), "--earlier"),
+        imports=["semrl_jax.jobs.mismatch"],
+    )
     assert not (home / "no.html").exists()
 
 

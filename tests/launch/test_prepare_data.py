@@ -18,6 +18,7 @@ from semrl_jax.data import load_prompts, row_reader
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
 from tests.launch.conftest import ROOT, run
+from tests.launch.test_bad_input import assert_each_is_one_line, assert_one_line
 
 GSM8K = [
     {"question": "1+1?", "answer": "It is 2.\n#### 2", "idx": 0},
@@ -56,23 +57,13 @@ def prepare(name, output, *flags, **env):
     return run("launch.prepare_data", *flags, env=env)
 
 
-def assert_one_line(result, *messages):
-    lines = result.stderr.strip().splitlines()
-    assert result.returncode == 2, result.stderr
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("python -m launch.prepare_data: ")
-    assert all(message in lines[0] for message in messages), lines[0]
-
-
-@pytest.mark.parametrize(("given", "wanted"), [(".jsonl", ".parquet"), (".parquet", ".jsonl")])
-def test_gsm8k_keeps_question_and_answer_as_published(tokenizer, tmp_path, given, wanted):
-    source = write(tmp_path / f"source{given}", GSM8K)
-    output = tmp_path / "made" / f"gsm8k{wanted}"
+def test_gsm8k_keeps_question_and_answer_as_published(tokenizer, tmp_path):
+    source = write(tmp_path / "source.jsonl", GSM8K)
+    output = tmp_path / "made" / "gsm8k.parquet"
     result = prepare("gsm8k", output, f"--input={source}")
     assert result.returncode == 0 and not result.stderr, result.stderr
     bad, summary, usage = result.stdout.splitlines()
-    place = "line" if given == ".jsonl" else "row"
-    assert bad.startswith(f"bad row skipped: {source}, {place} 2: field 'answer' has no answer")
+    assert bad.startswith(f"bad row skipped: {source}, line 2: field 'answer' has no answer")
     assert summary == f"2 rows of {source} written to {output}; 1 bad rows left out."
     assert usage == (
         f"Flags: --config.data.task=files --config.data.files={output} "
@@ -86,19 +77,15 @@ def test_gsm8k_keeps_question_and_answer_as_published(tokenizer, tmp_path, given
     ]
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(".parquet", ".jsonl"), (".jsonl", ".parquet")])
-def test_simplerl_rows_stay_as_they_are(tokenizer, tmp_path, given, wanted):
-    source = write(tmp_path / f"train{given}", SIMPLERL)
-    output = tmp_path / f"set{wanted}"
+def test_simplerl_rows_stay_as_they_are(tokenizer, tmp_path):
+    source = write(tmp_path / "train.parquet", SIMPLERL)
+    output = tmp_path / "set.jsonl"
     output.write_text("older")
     result = prepare("simplelr_qwen_level3to5", output, f"--input={source}", "--split=test")
     assert result.returncode == 0, result.stderr
     flags = f"--config.evaluation.files={output} --config.data.row_format=simplerl"
     assert result.stdout.endswith(f"{flags}\n")
-    if wanted == ".jsonl":
-        rows = [json.loads(line) for line in output.read_text().splitlines()]
-    else:
-        rows = pyarrow.parquet.read_table(output).to_pylist()
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert rows == [SIMPLERL[0], SIMPLERL[2]]
     dataset = load_prompts(output, tokenizer, row_reader("simplerl"))
     assert [(e.prompt, e.answer) for e in dataset.examples] == [("Q:0\nA:", "2"), ("Q:2\nA:", "4")]
@@ -120,24 +107,38 @@ def test_progress_is_printed(monkeypatch, capsys):
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
     source = write(tmp_path / "source.jsonl", GSM8K)
     output = tmp_path / "made.jsonl"
-    local = f"--input={source}"
-    assert_one_line(prepare("gsm9k", output, local), "--dataset='gsm9k' must be one of gsm8k, sim")
-    assert_one_line(prepare("gsm8k", tmp_path / "made.csv", local), "must be a file ending in .js")
-    assert_one_line(prepare("gsm8k", output, "--split=val"), "--split=val: value should be one")
-    assert_one_line(prepare("gsm8k", source, local), "is the input; name another file")
-    assert_one_line(prepare("gsm8k", source / "a.jsonl", local), "cannot be written")
-    assert_one_line(prepare("gsm8k", output, "--input=absent.jsonl"), "'absent.jsonl' does not ex")
-    long_name = tmp_path / ("x" * 300 + ".jsonl")
-    assert_one_line(prepare("gsm8k", long_name, local), "cannot be written (File name too long)")
-    assert_one_line(prepare("gsm8k", output, f"--input={long_name}"), "cannot be opened (File na")
-    assert_one_line(run("launch.prepare_data", "--dataset=gsm8k"), "--output is needed")
-    wrong = prepare("simplelr_abel_level1to4", output, local)
-    assert_one_line(wrong, "all 3 rows are bad; the first:", "line 1: field 'prompt' is missing")
-    mixed = [SIMPLERL[0], {**SIMPLERL[2], "ability": {"a": 1}}]
-    write(source, mixed)
-    result = prepare("simplelr_abel_level1to4", tmp_path / "made.parquet", local)
-    assert_one_line(result, "made.parquet cannot hold these rows", "try the other format")
-    assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
+    mixed = write(
+        tmp_path / "mixed.jsonl", [SIMPLERL[0], {**SIMPLERL[2], "ability": {"a": 1}}]
+    )  # fmt: skip
+    local, long_name = f"--input={source}", tmp_path / ("x" * 300 + ".jsonl")
+
+    def of(name, output, *flags):
+        return (f"--dataset={name}", f"--output={output}", *flags)
+
+    simplerl = "simplelr_abel_level1to4"
+    assert_each_is_one_line(
+        "launch.prepare_data",
+        (of("gsm9k", output, local), "--dataset='gsm9k' must be one of gsm8k, sim"),
+        (of("gsm8k", tmp_path / "made.csv", local), "must be a file ending in .js"),
+        (of("gsm8k", output, "--split=val"), "--split=val: value should be one"),
+        (of("gsm8k", source, local), "is the input; name another file"),
+        (of("gsm8k", source / "a.jsonl", local), "cannot be written"),
+        (of("gsm8k", output, "--input=absent.jsonl"), "'absent.jsonl' does not ex"),
+        (of("gsm8k", long_name, local), "cannot be written (File name too long)"),
+        (of("gsm8k", output, f"--input={long_name}"), "cannot be opened (File na"),
+        (["--dataset=gsm8k"], "--output is needed"),
+        (
+            of(simplerl, output, local),
+            "all 3 rows are bad; the first:",
+            "line 1: field 'prompt' is missing",
+        ),
+        (
+            of(simplerl, tmp_path / "made.parquet", f"--input={mixed}"),
+            "made.parquet cannot hold these rows",
+            "try the other format",
+        ),
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed.jsonl", "source.jsonl"]
 
 
 def test_without_network_the_file_to_fetch_is_named(tmp_path):
@@ -276,13 +277,12 @@ def test_wrong_names_and_outputs_of_benchmarks(tmp_path, monkeypatch):
 
 
 def test_help_needs_neither_jax_nor_the_hub():
-    result = run("launch.prepare_data", "--help", timeout=20)
-    assert result.returncode == 0 and not result.stderr
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "launch.prepare_data", "--help"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert "python -m launch.prepare_data" in result.stdout
     assert all(name in result.stdout for name in DATASETS)
-    program = (
-        "import sys, launch.prepare_data\n"
-        "bad = {'jax', 'huggingface_hub', 'transformers', 'pyarrow'} & set(sys.modules)\n"
-        "assert not bad, bad"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+    loaded = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "ml_collections" in loaded
+    assert not loaded & {"jax", "huggingface_hub", "transformers", "pyarrow"}

@@ -9,7 +9,7 @@ import pytest
 
 from semrl_jax import data, models
 from tests.launch.conftest import run, succeed
-from tests.launch.test_bad_input import assert_one_line
+from tests.launch.test_bad_input import assert_each_is_one_line, assert_one_line
 
 
 @pytest.fixture
@@ -43,22 +43,18 @@ def test_the_directory_holds_a_working_model(text, tmp_path):
 
 @pytest.mark.slow
 def test_mistakes_are_named(text, tmp_path):
-    output = f"--output={tmp_path / 'model'}"
-    assert_one_line(run("launch.random_model", output), "--text is needed")
-    assert_one_line(run("launch.random_model", f"--text={text}"), "--output is needed")
-    missing = run("launch.random_model", "--text=/nowhere.jsonl", output)
-    assert_one_line(missing, "/nowhere.jsonl")
-    assert_one_line(
-        run("launch.random_model", f"--text={text}", output, "--num_heads=3"),
-        "--num_heads=3 must divide --hidden_size=64",
+    output, given = f"--output={tmp_path / 'model'}", f"--text={text}"
+    (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n{')
+    assert_each_is_one_line(
+        "launch.random_model",
+        ([output], "--text is needed"),
+        ([given], "--output is needed"),
+        ([output, "--text=/nowhere.jsonl"], "/nowhere.jsonl"),
+        ([output, given, "--num_heads=3"], "--num_heads=3 must divide --hidden_size=64"),
+        ([output, given, "--num_heads=0"], "--num_heads=0 must divide"),
+        ([output, given, "--seed=99999999999999999999"], "--seed=99999999999999999999"),
+        ([output, given, "--context=0"], "max_position_embeddings=0 must be"),
+        ([output, f"--text={tmp_path}/bad.jsonl"], "line 2: not valid JSON"),
+        imports=["semrl_jax.models", "semrl_jax.data"],
     )
-    for flag, message in (
-        ("--num_heads=0", "--num_heads=0 must divide"),
-        ("--seed=99999999999999999999", "--seed=99999999999999999999"),
-        ("--context=0", "max_position_embeddings=0 must be"),
-    ):
-        result = run("launch.random_model", f"--text={text}", output, flag)
-        assert_one_line(result, message)
-    text.write_text('{"question": "?"}\n{')
-    assert_one_line(run("launch.random_model", f"--text={text}", output), "line 2: not valid JSON")
     assert not (tmp_path / "model").exists()

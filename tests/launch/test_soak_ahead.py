@@ -20,7 +20,6 @@ import sys
 import time
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.runs.lifecycle import EXIT_PREEMPTED
@@ -266,19 +265,6 @@ def finish(world: World) -> int:
     return num_steps
 
 
-def count_samples(workdir: pathlib.Path, num_steps: int) -> tuple[int, int]:
-    """Recorded responses that are missing, and those that are there twice, over all steps."""
-    lost = repeated = 0
-    for step in range(num_steps):
-        table = pq.read_table(workdir / "rollouts" / f"step_{step:06d}.parquet")
-        groups, samples = (table[name].to_pylist() for name in ("group_id", "sample_index"))
-        found = set(zip(groups, samples))
-        assert len(set(groups)) <= NUM_GROUPS and set(samples) <= set(range(GROUP_SIZE))
-        lost += NUM_GROUPS * GROUP_SIZE - len(found)
-        repeated += len(samples) - len(found)
-    return lost, repeated
-
-
 def show(rows: dict[str, object]) -> None:
     width = max(map(len, rows))
     for name, value in rows.items():
@@ -329,12 +315,8 @@ def test_random_faults_change_nothing(tmp_path):
         "launch.train", f"--config={CONFIG}", f"--workdir={expected}",
         f"--config.training.num_steps={num_steps}", timeout=60 * MINUTES + 600,
     )  # fmt: skip
-    lost, repeated = count_samples(world.workdir, num_steps)
-    show({
-        "undisturbed run, s": round(time.monotonic() - started),
-        "responses lost": lost, "responses twice": repeated,
-    })  # fmt: skip
-    assert lost == repeated == 0
+    show({"undisturbed run, s": round(time.monotonic() - started)})
+    # Equal files have no response less or twice.
     assert_same_run(world.workdir, expected, num_steps, COSTS)
     assert len({row["reward/mean"] for row in rows[:-1]}) > 5  # lost work would show
     assert [row["rollout/staleness/max"] for row in rows[:-1]] == [

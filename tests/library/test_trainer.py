@@ -68,9 +68,11 @@ def straight(chat_model, tmp_path_factory):
         return stable(read_rows(one.train().workdir))
 
 
-def test_a_loop_gives_every_step_with_its_responses(trainer):
-    one = trainer(reward=lambda response, reference: float(len(reference)), **FEW_CHECKPOINTS)
+def test_a_loop_gives_every_step_with_its_responses(trainer, capsys):
+    given = FEW_CHECKPOINTS | {"reward": lambda response, reference: float(len(reference))}
+    one = trainer(**given)
     steps = list(one)
+    assert "method: grpo\n" in capsys.readouterr().out
     assert [step.number for step in steps] == [0, 1, 2]
     for step in steps:
         scores = [item.verdict.score for item in step.responses]
@@ -79,6 +81,7 @@ def test_a_loop_gives_every_step_with_its_responses(trainer):
     assert one.log.column("step").to_pylist() == [0, 1, 2]
     assert one.log.column("reward/mean").to_pylist() == [s.scalars["reward/mean"] for s in steps]
     assert (one.workdir / "checkpoints" / "3").is_dir()
+    refused("holds a run with other prompts", trainer(prompts=ROWS[1:], **given).train)
 
 
 @pytest.mark.slow
@@ -87,7 +90,10 @@ def test_a_loop_that_is_left_goes_on_where_it_was(trainer, straight):
     for _ in one:
         break
     found = []
-    trainer().train(found.append)  # another object, as in another process
+    other = trainer()  # as in another process; it also works in another thread
+    thread = threading.Thread(target=other.train, args=[found.append])
+    thread.start()
+    thread.join()
     assert [step.number for step in found] == [1, 2]
     assert stable(read_rows(one.workdir)) == straight
 
@@ -129,15 +135,6 @@ def test_an_interrupt_during_a_step_saves_a_checkpoint(trainer, straight):
 
 
 @pytest.mark.slow
-def test_a_run_in_another_thread(trainer, straight):
-    one = trainer()
-    thread = threading.Thread(target=one.train)
-    thread.start()
-    thread.join()
-    assert stable(read_rows(one.workdir)) == straight
-
-
-@pytest.mark.slow
 def test_several_rewards_have_names_and_weights(trainer):
     def short(response, reference, row):
         return 1.0 / (1 + len(row["question"]))
@@ -152,8 +149,9 @@ def test_several_rewards_have_names_and_weights(trainer):
 
 def test_rows_of_any_iterable(trainer):
     rows = ({"prompt": row["question"], "extra": [1]} for row in ROWS)
-    one = trainer(prompts=rows, reward=lambda a, b, row: float(row["extra"][0]), **FEW_CHECKPOINTS)
-    assert [step.scalars["reward/mean"] for step in one] == [1.0] * 3
+    reward = lambda a, b, row: float(row["extra"][0])  # noqa: E731
+    (step,) = trainer(prompts=rows, reward=reward, training={"num_steps": 1}, **FEW_CHECKPOINTS)
+    assert step.scalars["reward/mean"] == 1.0
     questions = trainer("other", prompts=[row["question"] for row in ROWS])
     assert questions.config.data.files == (str(questions.workdir / "given" / "prompts.jsonl"),)
 
@@ -177,9 +175,11 @@ def test_rows_of_other_libraries(trainer, package, make):
 
 @pytest.mark.slow
 def test_policy_and_evaluation_of_the_newest_checkpoint(trainer, tmp_path):
-    one = trainer(problems=ROWS[:4]).train()
+    template = SIZES["data"] | {"template": "Q {input} A"}  # which questions get too
+    one = trainer(problems=ROWS[:4], data=template).train()
     ((response,),) = one.policy.generate("1+1=", max_tokens=4)
     assert len(response.token_ids) <= 4
+    assert one.policy.tokenizer.decode(one.policy.encode("1+2=")) == "Q 1+2= A"
     figures = one.evaluate(tmp_path / "evaluation", n=2)
     assert 0 <= figures["problems"]["pass@2"] <= 1
 
@@ -211,12 +211,6 @@ def test_a_function_of_a_wrong_form_is_one_line(trainer):
         trainer(reward=lambda: 1.0).train()
 
 
-def test_a_run_keeps_its_prompts(trainer):
-    trainer(training={"num_steps": 1}).train()
-    with pytest.raises(UserError, match="holds a run with other prompts"):
-        trainer(prompts=ROWS[1:]).train()
-
-
 def test_settings_as_dataclasses_and_files(tmp_path):
     one = semrl_jax.Trainer(
         tmp_path / "run",
@@ -232,18 +226,6 @@ def test_settings_as_dataclasses_and_files(tmp_path):
     )
     assert semrl_jax.Trainer(tmp_path, config=file).config.shaping.target == "none"
     refused("config='grp' is unknown; choose one of ", semrl_jax.Trainer, tmp_path, config="grp")
-
-
-def test_the_first_lines_name_the_method(trainer, capsys):
-    trainer(training={"num_steps": 1}).train()
-    assert "method: grpo\n" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_questions_to_the_policy_get_the_template_of_the_run(trainer):
-    one = trainer(data=SIZES["data"] | {"template": "Q {input} A"}, training={"num_steps": 1})
-    one.train()
-    assert one.policy.tokenizer.decode(one.policy.encode("1+2=")) == "Q 1+2= A"
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,8 @@ def test_a_run_in_parts_does_not_depend_on_time_and_resumes(
         assert_same_run(tmp_path / "run", straight_in_parts)
 
 
-@pytest.mark.parametrize("first", [1, 2, 4])
+# The test of a signal resumes a run that has no step left without earlier weights.
+@pytest.mark.parametrize("first", [1, 2])
 def test_a_resumed_run_samples_again_what_was_not_trained_on(tmp_path, config, straight, first):
     workdir = tmp_path / "run"
     shutil.copytree(straight, workdir)

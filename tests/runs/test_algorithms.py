@@ -15,8 +15,9 @@ from semrl_jax.training import loop
 from tests.cases import refused
 from tests.fixtures import read_rows, stable
 from tests.launch.comparison import restore_on_host
+from tests.runs.resuming import rows_of_parts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reports_where_looked_at")]
 # Each combines parts that need different passes and arrays. The tiny policy never ends a response
 # rightly, so rewards come from the fixture `rewarded`.
 RUNS = {
@@ -86,14 +87,8 @@ def test_a_run_under_another_algorithm(name, config, tmp_path, rewarded):
 def test_a_run_with_a_critic_resumes_to_the_bit(config, tmp_path, rewarded):
     """Critic, its optimiser and the KL coefficient come back; the policy waits for its warm-up."""
     config.update_from_flattened_dict(PPO | {"critic.warmup_steps": 1})
-    assert train(config, str(tmp_path / "whole")) == 0
-    config.training.num_steps = 2
-    assert train(config, str(tmp_path / "parts")) == 0
-    config.training.num_steps = 3
-    assert train(config, str(tmp_path / "parts")) == 0
-    whole, parts = (read_rows(tmp_path / name) for name in ("whole", "parts"))
-    for row, part in zip(stable(whole[2:]), stable(parts[2:]), strict=True):
-        assert row == part
+    whole, parts = rows_of_parts(config, tmp_path, 2)
+    assert stable(whole[2:]) == stable(parts[2:])
     first, second, third = whole[:3]
     assert "policy/loss" not in first and "policy/loss" in second
     check_rows([second, third], "ppo", config)
@@ -210,11 +205,7 @@ def test_a_run_that_remembers_its_prompts_resumes_to_the_bit(
             "training.num_steps": 4,
         }
     )  # fmt: skip
-    assert train(config, str(tmp_path / "whole")) == 0
-    for steps in (3, 4):
-        config.training.num_steps = steps
-        assert train(config, str(tmp_path / "parts")) == 0
-    whole, parts = (read_rows(tmp_path / part) for part in ("whole", "parts"))
+    whole, parts = rows_of_parts(config, tmp_path, 3)
     assert stable(whole[3:4]) == stable(parts[3:4])
     saved = restore_on_host(tmp_path / "whole" / "checkpoints" / "4" / "state")["algorithm"]
     assert all(leaf.shape == (8,) for leaf in saved.values())
@@ -231,14 +222,9 @@ def test_a_run_that_teaches_itself(config, tmp_path, rewarded):
             "training.num_steps": 2,
         }
     )  # fmt: skip
-    assert train(config, str(tmp_path / "whole")) == 0
-    whole = read_rows(tmp_path / "whole")
+    whole, parts = rows_of_parts(config, tmp_path, 1)
     assert all(row["policy/grad_norm"] > 0 and row["advantage/min"] < 0 for row in whole[:2])
-    config.training.num_steps = 1
-    assert train(config, str(tmp_path / "parts")) == 0
-    config.training.num_steps = 2
-    assert train(config, str(tmp_path / "parts")) == 0
-    assert stable(read_rows(tmp_path / "parts")[1:2]) == stable(whole[1:2])
+    assert stable(parts[1:2]) == stable(whole[1:2])
     config.data.teacher_input = ""
     refused("needs data.teacher_input", train, config, str(tmp_path / "other"))
     config.data.teacher_input, config.algorithms.name = "{answer}{input}", "grpo"

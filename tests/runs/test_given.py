@@ -1,16 +1,11 @@
 """Runs in which the data gives responses: resumed to the bit, and what is recorded of them."""
 
-import shutil
-
-import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
 
-from semrl_jax.runs import train
 from semrl_jax.sampling.recorded import file_of, read_record, scored_of
-from tests.fixtures import read_rows, stable
-from tests.launch.comparison import restore_on_host
+from tests.runs.resuming import rows_of_equal_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reports_where_looked_at")]
 # Corrections and losses in several places. The tiny policy solves no problem.
@@ -31,20 +26,9 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_with_given_responses_equals_an_uninterrupted_run(name, config, tmp_path):
-    config.rollout.given_responses, config.evaluation.every_steps = 1, 0
-    config.logging.replay_every = 1
+    config.rollout.given_responses, whole = 1, tmp_path / "whole"
     config.update_from_flattened_dict(RUNS[name])
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert train(config, str(whole)) == 0
-    shutil.copytree(whole, resumed)
-    for step in (2, 3):
-        shutil.rmtree(resumed / "checkpoints" / str(step), ignore_errors=True)
-    assert train(config, str(resumed)) == 0
-    rows = read_rows(whole)
-    assert stable(rows) == stable(read_rows(resumed))
-    states = (restore_on_host(run / "checkpoints" / "3" / "state") for run in (whole, resumed))
-    jax.tree.map(np.testing.assert_array_equal, *states)
-    for row in rows:
+    for row in rows_of_equal_runs(config, whole, tmp_path / "resumed", num_steps=3):
         assert (row["given/fraction"], row["given/correct"], row["reward/correct"]) == (0.25, 1, 0)
         assert row["rollout/logprob_mismatch/max"] is not None
         assert row["policy/update_skipped"] == 0 and row["policy/given_loss"] != 0

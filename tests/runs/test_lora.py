@@ -24,6 +24,7 @@ from tests.launch.comparison import restore_on_host
 from tests.runs.test_algorithms import PPO, RUNS
 from tests.tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
 slow = pytest.mark.slow
 LORA = {"lora.rank": 4, "lora.alpha": 8.0}
 DROPOUT = {"lora.dropout": 0.1}
@@ -182,9 +183,8 @@ def test_training_goes_on_from_an_adapter(finished, tmp_path, rewarded):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [*RUNS, "ppo", "ahead"])
-def test_every_algorithm(name, tmp_path, rewarded, monkeypatch):
+def test_every_algorithm(name, tmp_path, rewarded):
     """Two steps; with PPO and sampling ahead, a third one after a resume, compared to the bit."""
-    monkeypatch.setattr("semrl_jax.runs.run.write_report", lambda workdir: None)
     settings = RUNS | {"ppo": PPO, "ahead": {"rollout.max_staleness": 1}}
     dropout = DROPOUT if name in ("ppo", "ahead") else {}
     config = lora_config(**settings[name], **{"evaluation.every_steps": 0}, **dropout)

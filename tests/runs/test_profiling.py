@@ -12,6 +12,7 @@ from semrl_jax.runs.lifecycle import profiled
 from semrl_jax.support.clock import Clock
 from tests.tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
 work = jax.jit(lambda x: jnp.sin(x).sum())
 
 

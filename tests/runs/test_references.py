@@ -34,7 +34,7 @@ from tests.running import wait_until
 from tests.training.test_packing import mesh_of
 
 TOKEN = "a-token-for-tests"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reports_where_looked_at")]
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from tests.oracles import algorithms as oracle
 from tests.runs.test_environment import rollouts_of
 from tests.verifiers import of_steps
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("reports_where_looked_at")]
 
-@pytest.mark.slow
+
 def test_a_run_credits_steps(config, tmp_path):
     """The tokens of the tiny tokenizer are characters, or special tokens without any."""
     config.rewards.function = "tests.verifiers:of_steps"
@@ -47,7 +48,6 @@ def test_a_run_credits_steps(config, tmp_path):
         assert row[f"advantage/{name}"] == pytest.approx(of, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_a_function_that_fails_is_told_once(config, tmp_path, capsys):
     config.rewards.function, config.training.num_steps = "tests.verifiers:raises_without_box", 2
     assert train(config, str(tmp_path / "run")) == 0

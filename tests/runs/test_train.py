@@ -26,6 +26,7 @@ from semrl_jax.training.learner import Learner
 from tests.cases import raised, refused
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.oracles import algorithms as oracle
+from tests.runs.resuming import rows_of_parts
 from tests.tiny import tiny_config
 
 # Columns of records for replays alone.
@@ -205,7 +206,8 @@ def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
     train(config, str(resumed))
     config.training.num_steps = 3
     train(config, str(resumed))
-    assert "resumed" in capsys.readouterr().out
+    out = "".join(capsys.readouterr())
+    assert "resumed" in out and "launch.mismatch" not in out  # no warning of a mismatch
     first, second = (
         json.loads(line) for line in (resumed / "starts.jsonl").read_text().splitlines()
     )
@@ -342,8 +344,11 @@ def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
 
 
 @pytest.mark.slow
-def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatch):
-    """Without a KL penalty, a reference is neither loaded nor evaluated."""
+def test_without_metrics_it_is_plain_grpo_and_resumes(config, tmp_path, rewarded, monkeypatch):
+    """Without a KL penalty, a reference is neither loaded nor evaluated.
+
+    Responses are of a part of the vocabulary.
+    """
     real, passes = Learner.logprobs, []
 
     def logprobs(learner, params, batch, **options):
@@ -354,35 +359,21 @@ def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatc
     config.hidden_states.source = "none"
     config.shaping.target = "none"
     config.algorithms.loss.kl_coefficient = 0.0
-    config.training.num_steps = 2
-    config.logging.rollouts_every_steps = 5
-    assert train(config, str(tmp_path / "run")) == 0
-    responses = sorted(file.stem for file in (tmp_path / "run" / "rollouts").iterdir())
+    config.rollout.top_p, config.rollout.top_k = 0.7, 5
+    config.logging.rollouts_every_steps, config.training.num_steps = 5, 2
+    rows, resumed = rows_of_parts(config, tmp_path, 1)
+    responses = sorted(file.stem for file in (tmp_path / "whole" / "rollouts").iterdir())
     assert responses == ["eval_000000", "eval_000002", "step_000000", "step_000001"]  # the last
-    rows = read_rows(tmp_path / "run")
-    assert all(reference is None for reference in passes) and len(passes) == 2
+    assert all(reference is None for reference in passes) and len(passes) == 4
     assert "policy/kl" not in rows[1] and np.isfinite(rows[1]["policy/loss"])
     assert rows[1]["rollout/state_bytes"] == 0
     assert not any(key.startswith("metrics/effective_rank") for key in rows[1])
     # An evaluation without metrics still has its statistics.
     assert {"eval/arithmetic/greedy_accuracy", "eval/arithmetic/mean_length"} <= set(rows[0])
-
-
-@pytest.mark.slow
-def test_a_run_without_kl_resumes_and_samples_from_a_part_of_the_vocabulary(
-    config, tmp_path, rewarded
-):
-    config.algorithms.loss.kl_coefficient = 0.0
-    config.rollout.top_p, config.rollout.top_k = 0.7, 5
-    for num_steps, name in ((2, "straight"), (1, "resumed"), (2, "resumed")):
-        config.training.num_steps = num_steps
-        assert train(config, str(tmp_path / name)) == 0
-    straight, resumed = (tmp_path / name for name in ("straight", "resumed"))
-    assert_same(final_params(resumed, 2), final_params(straight, 2))
-    rows = stable(read_rows(straight))[:2]
-    assert stable(read_rows(resumed))[:2] == rows
     # float32 engine and policy, both over the whole vocabulary
-    assert all(0 < row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows)
+    assert all(0 < row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows[:2])
+    assert_same(*(final_params(tmp_path / name, 2) for name in ("whole", "parts")))
+    assert stable(resumed)[:2] == stable(rows)[:2]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from semrl_jax.runs import train
 from semrl_jax.support.errors import UserError
-from tests.cases import refused, slow_after
+from tests.cases import refused
 from tests.fixtures import read_rows, save_chat_model, stable
 from tests.tiny import tiny_config
 
@@ -130,7 +130,7 @@ def test_bad_rows_are_skipped_and_counted_if_configured(config, problems, tmp_pa
 
 def spoil_model(model, tmp_path, tensors=None, **fields):
     """A copy of the model with other tensors (None removes) or config fields."""
-    copy = tmp_path / "spoilt"
+    copy = tmp_path / f"spoilt{len(list(tmp_path.iterdir()))}"
     shutil.copytree(model, copy)
     content = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(content | fields))
@@ -140,61 +140,40 @@ def spoil_model(model, tmp_path, tensors=None, **fields):
     return str(copy)
 
 
-MODELS = {
-    "missing tensor": (
-        lambda model, tmp: spoil_model(model, tmp, {"model.norm.weight": None}),
-        "model.norm.weight is missing",
-    ),
-    "vocabulary": (
-        lambda model, tmp: spoil_model(model, tmp, vocab_size=100),
-        "do not belong together",
-    ),
-    "context": (
-        lambda model, tmp: spoil_model(model, tmp, max_position_embeddings=127),
-        "must be at most the model's context of 127 tokens",
-    ),
-}
+def test_a_model_that_cannot_be_used_is_named(config, model, tmp_path):
+    without_norm = spoil_model(model, tmp_path, {"model.norm.weight": None})
+    for kl_coefficient, path, message in (
+        (0.001, without_norm, "model.norm.weight is missing"),
+        (0.0, without_norm, "model.norm.weight is missing"),  # there is no reference to load
+        (0.0, spoil_model(model, tmp_path, vocab_size=100), "do not belong together"),
+        (
+            0.0,
+            spoil_model(model, tmp_path, max_position_embeddings=127),
+            "must be at most the model's context of 127 tokens",
+        ),
+    ):
+        config.algorithms.loss.kl_coefficient, config.model.path = kl_coefficient, path
+        refused(message, train, config, str(tmp_path / "run"))
+        assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("mistake", "kl_coefficient"),
-    slow_after(2, [*((name, 0.001) for name in MODELS), ("missing tensor", 0.0)]),
-)
-def test_a_model_that_cannot_be_used_is_named(mistake, kl_coefficient, config, model, tmp_path):
-    spoil, message = MODELS[mistake]
-    config.algorithms.loss.kl_coefficient = kl_coefficient  # 0: there is no reference to load
-    config.model.path = spoil(model, tmp_path)
-    refused(message, train, config, str(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
-
-
-FILES = {
-    "missing": (None, r"apples.jsonl.* does not exist"),
-    "no field": ('{"frage": "?"}', "line 1: field 'question' is missing"),
-    "all too long": (json.dumps({"question": "x" * 500, "answer": "#### 1"}), "max_prompt_tokens"),
-}
-
-
-@pytest.mark.parametrize("mistake", slow_after(2, FILES))
-def test_a_prompt_file_that_cannot_be_used_is_named(mistake, config, problems, tmp_path):
-    text, message = FILES[mistake]
+def test_files_and_verifiers_that_cannot_be_used_are_named(config, problems, tmp_path):
+    right = config.rewards.function
+    for name, message in (
+        ("missing", "cannot be imported"),
+        ("nonsense", "invalid: score must be a number from"),
+    ):
+        config.rewards.function = f"tests.verifiers:{name}"
+        refused(f"rewards.function=.*{message}", train, config, str(tmp_path / "run"))
+    config.rewards.function = right
+    long = json.dumps({"question": "x" * 500, "answer": "#### 1"})
+    for text, message in (
+        ('{"frage": "?"}', "line 1: field 'question' is missing"), (long, "max_prompt_tokens"),
+    ):  # fmt: skip
+        problems.write_text(text + "\n")
+        refused(message, train, config, str(tmp_path / "run"))
     problems.unlink()
-    if text is not None:
-        problems.write_text(text + "\n" if text else "")
-    refused(message, train, config, str(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
-
-
-VERIFIERS = {
-    "tests.verifiers:missing": "cannot be imported",
-    "tests.verifiers:nonsense": "invalid: score must be a number from",
-}
-
-
-@pytest.mark.parametrize("function", VERIFIERS)
-def test_a_verifier_that_cannot_work_stops_the_run_before_it_starts(function, config, tmp_path):
-    config.rewards.function = function
-    assert "rewards.function=" in refused(VERIFIERS[function], train, config, str(tmp_path / "run"))
+    refused(r"apples.jsonl.* does not exist", train, config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 

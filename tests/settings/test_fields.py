@@ -80,11 +80,13 @@ WRONG = {
 
 
 def test_every_rule_of_every_setting_is_checked():
+    config = default.get_config()
+    right = flatten(config)
     for field, known in known_settings().items():
         for rule, argument in known.rules.items():
-            config = default.get_config()
             config.update_from_flattened_dict({field: WRONG[rule](argument)})
             refused(rf"^{re.escape(field)}(=| has )", check_fields, "", config, Config)
+            config.update_from_flattened_dict({field: right[field]})
 
 
 def test_every_setting_has_a_meaning():

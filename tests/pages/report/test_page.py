@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.jobs import view
+from semrl_jax.pages.html import data_element
 from semrl_jax.pages.report import page, reading, recorded_responses, write_report
 from semrl_jax.pages.report.panels import OTHER, panels_of
 from semrl_jax.runs.records import write_rollouts
@@ -151,15 +152,27 @@ def test_a_large_file_is_limited_to_groups_from_all_benchmarks(run, monkeypatch)
     assert f"{len(rows)} of them have more than 200 characters" in found["note"]
 
 
-@pytest.mark.parametrize("content", [b"no parquet", b"", b"PAR1PAR1"])
-def test_an_unreadable_file_of_responses_is_named(run, content):
+def test_an_unreadable_file_of_responses_is_named(run):
+    """Also one with a response without a verdict, which is not called wrong."""
     file = run / "rollouts" / "step_000099.parquet"
-    file.write_bytes(content)
-    try:
+    table = pq.read_table(run / "rollouts" / "step_000000.parquet")
+
+    def check():
         found = recorded_responses.samples(reading.read_runs([run]))
+        assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
+
+    try:
+        for content in (b"no parquet", b"", b"PAR1PAR1"):
+            file.write_bytes(content)
+            check()
+        for name, value in (("correct", None), ("correct", "no"), ("group_id", None)):
+            values = [*table[name].to_pylist()[:-1], value]
+            values = list(map(str, values)) if isinstance(value, str) else values
+            place = table.column_names.index(name)
+            pq.write_table(table.set_column(place, name, pa.array(values)), file)
+            check()
     finally:
         file.unlink()
-    assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
 
 
 def test_a_long_run_is_thinned_out_but_keeps_evaluations_and_events():
@@ -263,7 +276,7 @@ def test_columns_of_another_type_are_shown_or_the_file_is_named(short_run, kind)
         for place, name in enumerate(table.column_names):
             pq.write_table(table.set_column(place, name, OTHER_TYPES[kind]), file)
             found = recorded_responses.samples(reading.read_runs([run]))
-            page.page({"title": "", "runs": []}, found)
+            data_element("samples", found)
             if kind == "a number" and name == "extracted":
                 shown = [row[8] for row in found["rows"] if row[2] == 0 and row[1] == "training"]
                 assert set(map(str, range(16))) <= set(shown)
@@ -274,21 +287,6 @@ def test_columns_of_another_type_are_shown_or_the_file_is_named(short_run, kind)
                 view.read_responses(file)
     finally:
         file.unlink()
-
-
-@pytest.mark.parametrize("name, value", [("correct", None), ("correct", "no"), ("group_id", None)])
-def test_a_response_without_a_verdict_is_not_called_wrong(run, name, value):
-    file = run / "rollouts" / "step_000099.parquet"
-    table = pq.read_table(run / "rollouts" / "step_000000.parquet")
-    values = [*table[name].to_pylist()[:-1], value]
-    values = list(map(str, values)) if isinstance(value, str) else values
-    place = table.column_names.index(name)
-    pq.write_table(table.set_column(place, name, pa.array(values)), file)
-    try:
-        found = recorded_responses.samples(reading.read_runs([run]))
-    finally:
-        file.unlink()
-    assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
 
 
 def test_hostile_text_is_only_data(config, tmp_path):
