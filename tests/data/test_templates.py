@@ -222,10 +222,10 @@ LONG_TIME, MUCH_MEMORY = "it takes more than 5 s of CPU time", "it takes more th
 LONG_TEXT = "it makes a text of more than 4000000 characters"
 EITHER = f"{MUCH_MEMORY}|{LONG_TIME}"  # a busy machine takes 5 s to fill the memory
 HOSTILE = {
-    "centred": ("{{ 'a'|center(10**9) }}", EITHER),
     "long": ("{{ 'a' * 5000000 }}", LONG_TEXT),
     "recursive": ("{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}", "recursion depth"),
     "nested": (f"{{{{ {'(' * 5000}1{')' * 5000} }}}}", "recursion depth"),
+    "centred": ("{{ 'a'|center(10**9) }}", EITHER),
     "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
               LONG_TIME),
     "power": ("{{ 10 ** (10 ** 9) }}", LONG_TIME),
@@ -237,7 +237,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_after(4, HOSTILE))
+@pytest.mark.parametrize("case", slow_after(3, HOSTILE))
 def test_a_chat_template_has_limits_of_time_and_size(chat_tokenizer, case):
     chat_tokenizer.chat_template, limit = HOSTILE[case]
     message = rf"^data\.template='chat': the tokenizer's chat template refuses .*({limit})"

@@ -48,9 +48,9 @@ def opening(number=1, messages=({"role": "user", "content": "Say something."},))
     return Opening(task, task_seed(task), list(messages))
 
 
-def played(environments, begin, *messages):
+def played(environments, begin, *messages, place=None):
     """The answers to messages, in one episode."""
-    episode = environments.open(begin)
+    episode = environments.open(begin, place)
     with contextlib.ExitStack() as stack:
         stack.callback(episode.end)
         return [episode.step(message).result(timeout=60) for message in messages]
@@ -58,6 +58,15 @@ def played(environments, begin, *messages):
 
 def play(environments, *messages, number=1):
     return played(environments, opening(number), *messages)
+
+
+def since(before, environments):
+    """What was counted after these counts."""
+    return {name: count - before[name] for name, count in environments.counters.items()}
+
+
+def nonzero(counts):
+    return {name: count for name, count in counts.items() if count}
 
 
 @pytest.mark.parametrize(
@@ -98,9 +107,7 @@ def test_a_failure_costs_its_own_episode_only(obey, message, error, counter):
     assert failed.turn == Turn((), 0.0, True) and later == failed
     assert other.step("end").result(timeout=60)[:2] == (Turn((), 1.0, True), "")
     other.end()
-    changed = {name: count - before[name] for name, count in obey.counters.items()}
-    expected = {"num_episodes": 2, "num_turns": 4, counter: 1}
-    assert {name: count for name, count in changed.items() if count} == expected
+    assert nonzero(since(before, obey)) == {"num_episodes": 2, "num_turns": 4, counter: 1}
 
 
 def test_prints_and_forks_disturb_nothing(obey, capfd):

@@ -302,23 +302,16 @@ def test_hung_worker_dies_with_a_killed_parent(tmp_path):
     wait_until(lambda: not is_running(worker) and not is_running(daemon))
 
 
-def test_rewards_load_no_accelerator_library():
+def test_rewards_load_the_parser_for_a_verdict_and_no_accelerator_library():
     program = (
         "import sys\n"
         "import semrl_jax.rewards, semrl_jax.rewards.verifier_worker\n"
+        "assert not {'sympy', 'latex2sympy2_extended'} & set(sys.modules)\n"
         "from semrl_jax.rewards.verifiers import math\n"
         "math.verify('\\\\boxed{\\\\sqrt{2}}', '1.5', semrl_jax.rewards.VerifierSettings())\n"
         "bad = {'jax', 'jaxlib', 'grpc', 'transformers', 'torch'} & set(sys.modules)\n"
         "assert not bad, bad\n"
         "assert 'latex2sympy2_extended' in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_importing_rewards_does_not_import_the_parser():
-    program = (
-        "import sys, semrl_jax.rewards\n"
-        "assert not {'sympy', 'latex2sympy2_extended'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -409,13 +402,10 @@ def test_a_sum_beyond_the_bound_is_clipped_and_named():
 
 
 def test_several_functions_are_imported_at_the_start():
-    for entry, message in [
-        ("no_such_module:f", "rewards.functions='no_such_module:f' cannot be imported"),
-        ("hostile:one_argument", "rewards.functions='hostile:one_argument' must be callable"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            with VerifierPool(num_workers=1, functions=("math_text", entry)):
-                pass
+    entries = "math_text", "hostile:one_argument"
+    message = "rewards.functions='hostile:one_argument' must be callable"
+    with pytest.raises(UserError, match=message), VerifierPool(num_workers=1, functions=entries):
+        pass
 
 
 @pytest.mark.skipif(

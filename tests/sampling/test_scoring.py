@@ -47,15 +47,12 @@ def make_rollouts(num=12):
 
 
 def score(rollouts, num_threads=2, layers=(-1,), **options):
-    with (
-        VerifierPool(num_workers=1) as verifier,
-        Measurer(max_tokens=56, num_threads=num_threads, layers=layers, **OPTIONS) as measurer,
-    ):
+    with Measurer(max_tokens=56, num_threads=num_threads, layers=layers, **OPTIONS) as measurer:
         return score_and_measure(
             rollouts,
             decode=lambda rollout: f"\\boxed{{{rollout.response_ids[0]}}}",
             references={group: str(4 * group) for group in range(3)},
-            verifier=verifier,
+            verifier=HereVerifier(),
             measurer=measurer,
             **options,
         )
@@ -162,13 +159,10 @@ def test_states_are_measured_and_released_while_others_are_sampled():
             time.sleep(0.01)
         yield rollouts.pop(0)
 
-    with (
-        VerifierPool(num_workers=1) as verifier,
-        Watched(max_tokens=56, num_threads=2, **OPTIONS) as measurer,
-    ):
+    with Watched(max_tokens=56, num_threads=2, **OPTIONS) as measurer:
         scored = score_and_measure(
             sampled(), decode=lambda rollout: "", references=dict.fromkeys(range(MAX_GROUP), "1"),
-            verifier=verifier, measurer=measurer,
+            verifier=HereVerifier(), measurer=measurer,
         )  # fmt: skip
     assert [len(column.value) for column in scored.metrics.values()] == [MAX_GROUP + 1] * 3
 
@@ -266,11 +260,10 @@ def test_a_batch_of_several_layers_is_measured_by_layer():
 
 
 def test_without_a_measurer_there_are_no_metrics():
-    with VerifierPool(num_workers=1) as verifier:
-        scored = score_and_measure(
-            make_rollouts(2), decode=lambda rollout: "", references={0: "1"}, verifier=verifier,
-            measurer=None,
-        )  # fmt: skip
+    scored = score_and_measure(
+        make_rollouts(2), decode=lambda rollout: "", references={0: "1"}, verifier=HereVerifier(),
+        measurer=None,
+    )  # fmt: skip
     assert len(scored) == 2 and scored.metrics == {} and scored.mean_states is None
 
 

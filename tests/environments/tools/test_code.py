@@ -91,7 +91,6 @@ HOSTILE = [
     ("import os; os.mkdir('/tmp/made')", "OSError: [Errno 38]"),
     ("import os; os.setuid(0)", "OSError: [Errno 38]"),
     ("bytearray(4 * 2**30)", "MemoryError"),
-    ("x = []\nwhile True:\n    x.append(bytearray(10**7))", "MemoryError"),
     ("10**10**4", "ValueError: Exceeds the limit"),
     ("def f():\n    f()\nf()", "RecursionError"),
     (

@@ -363,7 +363,8 @@ def test_a_long_answer_is_cut():
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text() | st.integers(),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))  # fmt: skip
+                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+                    max_leaves=20))  # fmt: skip
 def test_any_argument_is_answered_in_utf8(value):
     for hint in typing.get_type_hints(every_type).values():
         answer = call([tool_of(hint)], Call("show", {"a": value}))
