@@ -17,11 +17,12 @@ import urllib.request
 import pytest
 
 from semrl_jax.environments.interface import Turn
+from semrl_jax.environments.kinds import openenv
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.environments.worker import made
 from semrl_jax.settings.environment import named
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
+from tests.cases import raised, refused
 from tests.environments.test_documentation import PAGE
 from tests.environments.test_pool import played, section, since
 
@@ -223,15 +224,12 @@ def test_an_episode_waits_until_the_server_has_room(server):
         waiting.end()
 
 
-@pytest.mark.slow
-def test_a_server_without_room_says_how_to_make_it(server):
-    with (
-        contextlib.closing(BadServer(room=1)) as small,
-        EnvironmentPool(section(f"openenv:url={small.url}")) as environments,
-    ):
-        small.room = 0
-        with pytest.raises(UserError, match="has no room; start it with max_concurrent_envs of at"):
-            environments.openings(seed=1, count=1)
+def test_a_server_without_room_says_how_to_make_it(server, monkeypatch):
+    monkeypatch.setattr(openenv, "WAIT_S", 0.3)
+    with contextlib.closing(BadServer(room=0)) as full:
+        environment = openenv.Environment(full.url)
+        message = "has no room; start it with max_concurrent_envs of at"
+        raised(RuntimeError, message, environment.reset, {}, seed=1)
 
 
 @pytest.mark.parametrize(

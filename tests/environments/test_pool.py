@@ -18,7 +18,7 @@ from semrl_jax.environments.interface import Turn, as_tasks
 from semrl_jax.environments.pool import EnvironmentPool, EnvironmentPools, Opening, task_seed
 from semrl_jax.settings.environment import Environment as Settings
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
+from tests.cases import refused, slow_after
 from tests.running import is_running, wait_until
 
 USERS = "tests.environments.users"
@@ -348,11 +348,9 @@ def test_a_home_that_cannot_start_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     "more",
-    [
-        "",
-        pytest.param("made('textarena', {'game': 'Nim-v0'})", marks=pytest.mark.slow),
-        pytest.param("made('reasoning_gym', {'sets': 'gcd'})", marks=pytest.mark.slow),
-    ],
+    slow_after(
+        1, ["", "made('textarena', {'game': 'Nim-v0'})\nmade('reasoning_gym', {'sets': 'gcd'})"]
+    ),
 )
 def test_the_home_loads_no_jax(more):
     """JAX has threads, which a fork does not take along."""

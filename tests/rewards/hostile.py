@@ -43,13 +43,6 @@ def obey(response, reference):
     match response:
         case "hang":
             time.sleep(3600)
-        case "spawn and hang":
-            import subprocess
-
-            child = subprocess.Popen(["sleep", "3600"])
-            with open(reference, "w") as file:
-                file.write(str(child.pid))
-            time.sleep(3600)
         case "daemon and hang":
             start_daemon(reference)
             time.sleep(3600)

@@ -89,13 +89,6 @@ def test_a_forked_child_answers_nothing(obey):
     assert scores == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def test_late_worker_is_killed_with_its_children(obey, tmp_path):
-    pid_file = tmp_path / "pid"
-    assert obey.submit("spawn and hang", str(pid_file)).result(timeout=10).error == "timeout"
-    child = int(pid_file.read_text())
-    wait_until(lambda: not is_running(child))
-
-
 @pytest.mark.parametrize("command", ["forge later", "child answers"])
 def test_a_reply_without_a_request_costs_no_job(obey, command):
     """If it counted as the next verdict, all later verdicts would be shifted by one."""
