@@ -21,7 +21,6 @@ from semrl_jax.environments.kinds import openenv
 from semrl_jax.environments.pool import EnvironmentPool
 from semrl_jax.environments.worker import made
 from semrl_jax.settings.environment import named
-from semrl_jax.support.errors import UserError
 from tests.cases import raised, refused
 from tests.environments.test_documentation import PAGE
 from tests.environments.test_pool import played, section, since
@@ -238,13 +237,16 @@ def test_a_server_without_room_says_how_to_make_it(server, monkeypatch):
         ("url=localhost:8000", "url='localhost:8000' must be like ws://HOST:PORT"),
         ("url=ws://127.0.0.1:9", r"http://127.0.0.1:9/schema cannot be read \(.*refused"),
         ("url={url}:action=text", "action='text' must be one of message"),
-        ("url={url}:observation=words.0", "observation='words.0' has no 'words' in .*seed"),
     ],
 )
 def test_mistakes_are_the_users(server, options, message):
-    name = f"openenv:{options.format(url=server.url)}"
-    with pytest.raises(UserError, match=message), EnvironmentPool(section(name)) as environments:
-        environments.openings(seed=1, count=1)
+    refused(message, made, *named(f"openenv:{options.format(url=server.url)}")[:2])
+
+
+def test_a_field_that_no_observation_has_is_named(server):
+    environment = openenv.Environment(server.url, observation="words.0")
+    message = "observation='words.0' has no 'words' in .*seed"
+    raised(ValueError, message, environment.reset, {}, seed=1)
 
 
 @contextlib.contextmanager

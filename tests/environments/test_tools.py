@@ -6,7 +6,8 @@ import pytest
 
 from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool, Opening, task_seed
-from semrl_jax.support.errors import UserError
+from semrl_jax.environments.worker import made
+from semrl_jax.settings.environment import named
 from tests.cases import refused
 from tests.environments.test_pool import USERS, nonzero, played, section, since
 from tests.environments.tools.test_formats import MISTRAL, QWEN
@@ -130,6 +131,4 @@ def test_a_form_can_be_chosen():
 )
 def test_a_tool_without_a_schema_stops_the_run_before_it_starts(tools, message):
     name = f"{USERS}:Tooled:tools={tools}"
-    with pytest.raises(UserError, match=message) as caught, EnvironmentPool(section(name)):
-        pass
-    assert str(caught.value).startswith("environment.name: ") and "\n" not in str(caught.value)
+    assert refused(message, made, *named(name)[:2]).startswith("environment.name: ")

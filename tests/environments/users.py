@@ -221,12 +221,6 @@ class Undecided(Vowels):
         raise ValueError("nobody knows")
 
 
-class Endless(Vowels):
-    def tasks(self, seed, count):
-        while True:
-            yield {"word": "w"}
-
-
 class Once(Hostile):
     """Can be made a single time."""
 
