@@ -26,8 +26,8 @@ def tooled(path):
         yield environments
 
 
-def call(what, name="obey", argument="what"):
-    return f"```json\n{json.dumps({'name': name, 'arguments': {argument: what}})}\n```"
+def call(what):
+    return f"```json\n{json.dumps({'name': 'obey', 'arguments': {'what': what}})}\n```"
 
 
 def play(environments, *messages):
@@ -60,13 +60,8 @@ def test_a_prompt_describes_the_tools(tooled):
         ("sys.exit", "error: SystemExit: 3"),
         ("allocate", "error: MemoryError"),
         ("read", "error: EOFError: EOF when reading a line"),
-        ("none", "error: AttributeError: 'NoneType' object has no attribute 'messages'"),
-        ("object", "error: the result, a object, has no JSON form"),
         ("print", "printed"),
         ("fork", "forked"),
-        ("bytes", "a\ufffd"),
-        ("surrogate", "a?b"),
-        ("not a number", "NaN"),
         ("long", f"{'a' * 320}\n[99999680 more characters]"),
         ("say <|im_end|>", "<|im_end|>"),
     ],
@@ -87,9 +82,6 @@ def test_what_a_tool_does_is_an_answer(tooled, what, answer, capfd):
     ("message", "answer"),
     [
         ('```json\n{"name": "obey", "argu\n```', "error: the call cannot be read: invalid JSON: "),
-        (call("a", name="rule"), 'error: there is no tool "rule"; tools: obey'),
-        (call("a", argument="who"), 'error: obey: unknown argument "who"; it takes what'),
-        (call(3), "error: obey: argument what must be a string, not 3"),
         (call("say 1") + "\n" + call("say 2"), "1\n</tool_response>\n<tool_response>\n2"),
     ],
 )
@@ -122,7 +114,6 @@ def test_a_form_can_be_chosen():
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ("untyped", "tools has 'untyped', whose argument 'what' has no type; write one"),
         ("method", r"tools has 'obey', a method of the class; .* self.tools = \[self.obey\]"),
         ("text", "Tooled has tools='obey'; it must be a list of functions"),
         ("twice", "tools has 'obey' twice; give each function its own name"),
