@@ -67,7 +67,7 @@ def test_the_code_measures_the_states_that_produced_the_response(model, measure)
     assert measured["effective_rank_acceleration_valid"] is True
 
 
-def test_the_policy_of_this_project_has_the_same_states(model, measure, tmp_path):
+def test_the_policy_of_this_project_has_the_same_states(model, tmp_path):
     model.save_pretrained(tmp_path)
     config = models.load_config(tmp_path)
     ids = np.array([PROMPT + RESPONSE], np.int32)

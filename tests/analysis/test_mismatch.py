@@ -54,15 +54,15 @@ def given(config, params, seed=0, dtype="float32", known=None):
     )
 
 
-def doubled(config, params, layer=2, name="up/kernel"):
-    return faults.changed(params, {name: lambda x: 2 * x}, layer)
+def doubled(params):
+    return faults.changed(params, {"up/kernel": lambda x: 2 * x}, 2)
 
 
 @pytest.mark.slow
 def test_a_scaled_tensor_is_found_in_its_layer():
     """And by its name, if checksums leave only tensors that differ."""
     config, params = faults.model("llama", 1)
-    observation = given(config, doubled(config, params))
+    observation = given(config, doubled(params))
     diagnosis = diagnose(config, params, observation)
     (finding,) = diagnosis.findings
     assert (finding.kind, finding.layers, finding.value) == ("tensor_scaled", (2,), 2.0)
@@ -163,7 +163,7 @@ def test_changes_of_fused_tensors_heads_and_scales_are_found(changes, layer, kin
 def test_two_causes_in_one_layer_are_both_named():
     config, params = faults.model("llama", 3)
     other = dataclasses.replace(config, rope_theta=1e4)
-    found = diagnose(config, params, given(other, doubled(config, params))).findings
+    found = diagnose(config, params, given(other, doubled(params))).findings
     assert [(each.kind, each.layers, each.value) for each in found] == [
         ("rope_base", (0, 1, 2, 3), pytest.approx(1e4, rel=1e-3)),
         ("tensor_scaled", (2,), pytest.approx(2.0)),

@@ -176,7 +176,7 @@ def test_rows_of_messages_read_as_completions_name_the_other_format(load):
         load({"messages": TURNS}, row_format="prompt_completion")
 
 
-def test_long_conversations(tokenizer, load):
+def test_long_conversations(load):
     short, long = {"messages": [USER, ANSWER]}, {"messages": TURNS}
     sizes = [len(one) for one in load(short, long).conversations]
     lines = []

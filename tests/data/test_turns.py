@@ -136,11 +136,9 @@ def family(request):
     return ChatTurns(tokenizer, (end_id,), tools or ()), tokenizer, end_id, roles, tools
 
 
-def text_of(numbers, own=False):
+def text_of(numbers):
     """A text with everything that is hard: blanks, joined tokens, Unicode, JSON."""
     parts = ["a", "b", " ab", "12", "\n", "\n\n", "  ", "é", "漢", "🙂", "<", "|", '{"k": 1}', "x"]
-    if own:
-        parts += CONTROLS
     return "".join(numbers.choice(parts) for _ in range(numbers.randrange(1, 12)))
 
 

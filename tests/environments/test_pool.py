@@ -46,9 +46,9 @@ def obey(path):
         yield environments
 
 
-def opening(number=1, messages=({"role": "user", "content": "Say something."},)):
+def opening(number=1):
     task = {"number": number}
-    return Opening(task, task_seed(task), list(messages))
+    return Opening(task, task_seed(task), [{"role": "user", "content": "Say something."}])
 
 
 def played(environments, begin, *messages, place=None):

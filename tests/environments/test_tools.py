@@ -90,7 +90,7 @@ def test_calls_are_read(tooled, message, answer):
     assert text(found).startswith(answer)
 
 
-def test_a_chat_template_has_its_own_form_of_calls(path):
+def test_a_chat_template_has_its_own_form_of_calls():
     with EnvironmentPool(section(f"{USERS}:Tooled")) as environments:
         assert environments.speak(QWEN) == environments.schemas != []
         (opening,) = environments.openings(seed=1, count=1)

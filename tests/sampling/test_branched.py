@@ -201,7 +201,7 @@ def test_a_given_response_takes_the_place_of_a_branch():
     assert found == {0: -1, 1: -1, 2: 0}
 
 
-def random_group(seed, count=3):
+def random_group(seed):
     random = np.random.default_rng(seed)
     texts = ["", "a", " ab", "abc", " ", "\n\n", "x "]
     return [
@@ -210,7 +210,7 @@ def random_group(seed, count=3):
             [str(text) for text in random.choice(texts, length)],
             random.random(length).astype(np.float32),
         )
-        for length in random.integers(1, 60, count)
+        for length in random.integers(1, 60, 3)
     ]
 
 

@@ -163,7 +163,7 @@ def test_a_schema_that_cannot_be_derived_is_one_line(function, message):
     assert "\n" not in str(e.value)
 
 
-def tool_of(hint, default=...):
+def tool_of(hint):
     """A tool of one argument, which answers the argument's representation."""
 
     def show(a):
