@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,15 +54,6 @@ def along_responses(
     masks = masks or [np.ones(len(response), bool) for response in responses]
     longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     size = max(1 << (longest - 1).bit_length(), MIN_BUCKET)
-
-    @jax.jit
-    def forward(
-        params: models.Params, ids: Int[Array, "B S"], segments: Int[Array, "B S"]
-    ) -> tuple[Array, Array, Array]:
-        positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        states = policy.final_states(params, ids, positions, segments)[:, :-1]
-        return states, *policy.token_logprobs(params, states, ids[:, 1:])
-
     found = []
     for start in range(0, len(prompts), MICRO_BATCH):
         rows = list(zip(prompts, responses))[start : start + MICRO_BATCH]
@@ -71,7 +63,7 @@ def along_responses(
         for row, both in enumerate(map(np.concatenate, rows)):
             ids[row, : len(both)] = both
             segments[row, : len(both)] = 1
-        states, logprobs, entropies = jax.device_get(forward(params, ids, segments))
+        states, logprobs, entropies = jax.device_get(_forward(policy, params, ids, segments))
         for row, (prompt, response) in enumerate(rows):
             tokens = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
             mask = np.zeros(size - 1, bool)
@@ -83,6 +75,19 @@ def along_responses(
             )
             found.append(Along(*values, *curve, *orders))
     return found
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _forward(
+    policy: models.Policy,
+    params: models.Params,
+    ids: Int[Array, "B S"],
+    segments: Int[Array, "B S"],
+) -> tuple[Array, Array, Array]:
+    """Final states, log-probabilities and entropies of all tokens but the first of each row."""
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    states = policy.final_states(params, ids, positions, segments)[:, :-1]
+    return states, *policy.token_logprobs(params, states, ids[:, 1:])
 
 
 def velocity_and_acceleration(

@@ -86,7 +86,7 @@ class _Worker:
     def _start(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         return subprocess.Popen(
-            [sys.executable, "-m", chat_worker.__name__],
+            [sys.executable, "-m", chat_worker.__name__, str(chat_worker.TIME_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -120,8 +120,7 @@ def made(name: str, options: Mapping[str, Any]) -> tuple[Environment, Toolbox, d
         raise UserError(said if said.startswith(FIELD) else f"{FIELD}: {name}: {said}") from error
     except BaseException as error:  # it is the user's, or a package is missing
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        text = str(error) if isinstance(error, UserError) else error_text(error)
-        reason = " ".join(text.split()).removesuffix(".") + error_place(error)
+        reason = " ".join(error_text(error).split()).removesuffix(".") + error_place(error)
         raise UserError(
             f"environment.name: {name}({given}) cannot be made: {reason:.300}."
         ) from error

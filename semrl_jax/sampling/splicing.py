@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt
@@ -57,39 +58,36 @@ def _routed(before: Rollout, part: Rollout) -> UInt[np.ndarray, "_ M C"] | None:
 
 def with_context(before: Rollout, token_ids: Int[np.ndarray, " n"]) -> Rollout:
     """A response, and after it tokens that others wrote; they belong to its last version."""
-    count, nothing = len(token_ids), np.zeros(len(token_ids), np.float32)
-    raw, states = before.rollout_raw_logprobs, before.hidden_states
-    if states is not None:
-        states = np.zeros((count, *states.shape[1:]), states.dtype)
     context = dataclasses.replace(
         before,
         response_ids=np.asarray(token_ids, np.int32),
-        rollout_logprobs=nothing,
-        rollout_raw_logprobs=None if raw is None else nothing,
-        response_mask=np.zeros(count, bool),
-        hidden_states=states,
         routed_experts=None,
-        entropies=None,
-        versions=(VersionSpan(before.versions[-1].version, 0, count),),
+        versions=(VersionSpan(before.versions[-1].version, 0, len(token_ids)),),
         generate_s=0.0,
+        **_unsampled(before, len(token_ids), before.hidden_states),
     )
     return joined(before, context)
 
 
 def as_context(prefix: Rollout, states: Float[np.ndarray, "_ L D"] | None) -> Rollout:
     """A prefix as tokens that another response has sampled; `states` are of what follows it."""
-    count = len(prefix.response_ids)
+    return dataclasses.replace(prefix, **_unsampled(prefix, len(prefix.response_ids), states))
+
+
+def _unsampled(
+    rollout: Rollout, count: int, states: Float[np.ndarray, "_ L D"] | None
+) -> dict[str, Any]:
+    """Fields of `count` tokens that the policy did not sample; states are zeros like `states`."""
     nothing = np.zeros(count, np.float32)
     if states is not None:
         states = np.zeros((count, *states.shape[1:]), states.dtype)
-    return dataclasses.replace(
-        prefix,
-        rollout_logprobs=nothing,
-        rollout_raw_logprobs=None if prefix.rollout_raw_logprobs is None else nothing,
-        hidden_states=states,
-        entropies=None,
-        response_mask=np.zeros(count, bool),
-    )
+    return {
+        "rollout_logprobs": nothing,
+        "rollout_raw_logprobs": None if rollout.rollout_raw_logprobs is None else nothing,
+        "response_mask": np.zeros(count, bool),
+        "hidden_states": states,
+        "entropies": None,
+    }
 
 
 def stopped(rollout: Rollout, tokens: data.TokenBytes, stop_strings: Sequence[str]) -> Rollout:

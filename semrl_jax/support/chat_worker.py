@@ -1,4 +1,4 @@
-"""Renders chat templates in a process with limits: python -m semrl_jax.support.chat_worker.
+"""Renders chat templates in a process with limits: python -m semrl_jax.support.chat_worker TIME_S.
 
 A chat template is a program of a model's author. It may run for ever, or make a text of any size in
 one step. Every line of stdin is a request, and every reply is a line of stdout, see
@@ -19,6 +19,7 @@ MEMORY_BYTES = 2**30  # beyond what the process has after its start
 def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    time_s = float(sys.argv[1])
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else is written between the replies
     with open("/proc/self/statm") as sizes:
@@ -28,7 +29,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             rendered, conversations = [], request["conversations"]
-            signal.setitimer(signal.ITIMER_PROF, TIME_S + EACH_S * len(conversations))
+            signal.setitimer(signal.ITIMER_PROF, time_s + EACH_S * len(conversations))
             for messages, add_generation_prompt in conversations:
                 texts, marks = render_jinja_template(
                     [messages],

@@ -67,7 +67,7 @@ def test_the_code_measures_the_states_that_produced_the_response(model, measure)
     assert measured["effective_rank_acceleration_valid"] is True
 
 
-def test_the_policy_of_this_project_has_the_same_states(model, measure, tmp_path):
+def test_the_policy_of_this_project_has_the_same_states(model, tmp_path):
     model.save_pretrained(tmp_path)
     config = models.load_config(tmp_path)
     ids = np.array([PROMPT + RESPONSE], np.int32)
@@ -79,22 +79,6 @@ def test_the_policy_of_this_project_has_the_same_states(model, measure, tmp_path
     )
     rows = np.asarray(states)[0, len(PROMPT) - 1 : -1]
     np.testing.assert_allclose(rows, expected_rows(model), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Llama", "Mistral"])
-def test_the_last_hidden_states_are_normed_in_every_named_family(family):
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        model.model.norm.weight.uniform_(0.2, 3.0)
-        output = model(torch.tensor([PROMPT]), output_hidden_states=True)
-        torch.testing.assert_close(model.lm_head(output.hidden_states[-1]), output.logits)
-    assert family in PAGE
 
 
 def test_every_public_name_is_on_the_page():

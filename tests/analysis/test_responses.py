@@ -63,14 +63,9 @@ def test_metrics_are_those_of_the_oracle(batch, measured):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "window",
-    [
-        "exact",
-        pytest.param("release", marks=pytest.mark.soak),
-        pytest.param("later", marks=pytest.mark.slow),
-    ],
+    "window", ["exact", pytest.param("release", marks=pytest.mark.soak), "later"]
 )
-@pytest.mark.parametrize("num_tokens", [pytest.param(700, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("num_tokens", [700, 90])
 def test_the_orders_follow_from_the_curve(window, num_tokens):
     rows = np.random.default_rng(1).normal(size=(1, 700, 6)).astype(np.float32)
     rows *= np.linspace(0.1, 1, 700)[:, None]

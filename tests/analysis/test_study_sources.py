@@ -7,16 +7,14 @@ import pytest
 from semrl_jax.analysis.study_sources import of_run
 from semrl_jax.runs import train
 from tests.cases import refused
-from tests.launch.tiny_config import get_config
 from tests.oracles import metrics as oracle
 
 
 @pytest.mark.slow
-def test_the_states_of_a_run_are_those_it_measured(tmp_path):
-    config = get_config()
-    config.training.num_steps = 3
+@pytest.mark.usefixtures("reports_where_looked_at")
+def test_the_states_of_a_run_are_those_it_measured(config, tmp_path):
     config.hidden_states.dtype = "float32"
-    config.logging.rollouts_every_steps = 1
+    config.evaluation.every_steps = 0
     config.checkpoints.every_steps = 2
     config.checkpoints.extra_steps = ()
     assert train(config, str(tmp_path / "run")) == 0

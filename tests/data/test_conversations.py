@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax import data
-from semrl_jax.data.conversations import check_messages
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
 
@@ -177,7 +176,7 @@ def test_rows_of_messages_read_as_completions_name_the_other_format(load):
         load({"messages": TURNS}, row_format="prompt_completion")
 
 
-def test_long_conversations(tokenizer, load):
+def test_long_conversations(load):
     short, long = {"messages": [USER, ANSWER]}, {"messages": TURNS}
     sizes = [len(one) for one in load(short, long).conversations]
     lines = []
@@ -233,11 +232,6 @@ def test_a_conversation_without_the_models_end_token_is_reported(tokenizer, load
     (found,) = load({"messages": TURNS}, end_token_ids=ends, report=lines.append).conversations
     assert "1 of 1 conversations do not end with an end token of the model (<|im_end|>)" in lines[0]
     assert learned(tokenizer, found)[0] == "It is 2.###\n"  # no special token: its text is whole
-
-
-def test_messages_keep_role_and_content_only():
-    messages = [USER | {"id": 3}, ANSWER | {"tool_calls": []}]
-    assert check_messages(messages, "messages") == [USER, ANSWER]
 
 
 def test_the_hash_tells_what_is_learned(tokenizer, load):

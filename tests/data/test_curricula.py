@@ -135,8 +135,10 @@ def test_a_source_that_no_prompt_has_is_named(config, tmp_path):
         pytest.param({"rollout.max_staleness": 1}, id="ahead", marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.usefixtures("reports_where_looked_at")
 def test_a_run_resumes_with_the_same_prompts(fields, config, tmp_path):
     config.rewards.function = "tests.verifiers:by_parity"
+    config.evaluation.every_steps = 0
     config.data.curriculum = "learnability"
     config.data.num_prompts = 12
     config.update_from_flattened_dict(fields)

@@ -442,8 +442,8 @@ def test_long_prompts_are_dropped_or_kept(tokenizer, tmp_path):
     assert len(lines) == 6 and lines[-1].startswith("7 of 8 prompts have more than")
 
 
-def example(ids=(1, 2), answer="3", source="s", prompt="p", index=0):
-    return PromptExample(prompt, np.array(ids, np.int32), answer, source, index)
+def example(ids=(1, 2), answer="3", source="s"):
+    return PromptExample("p", np.array(ids, np.int32), answer, source, 0)
 
 
 def test_different_datasets_have_different_hashes():

@@ -51,17 +51,6 @@ def test_a_model_config_does_not_change_the_tokenizer(tokenizer, directory, mode
     assert tokenizer_hash(loaded) == tokenizer_hash(tokenizer)
 
 
-@pytest.mark.slow
-def test_hash_is_the_same_in_another_process(tokenizer, directory):
-    program = (
-        "import sys; from semrl_jax.data import load_tokenizer, tokenizer_hash\n"
-        "print(tokenizer_hash(load_tokenizer(sys.argv[1])))"
-    )
-    command = [sys.executable, "-c", program, str(directory)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert output.strip() == tokenizer_hash(tokenizer)
-
-
 def bpe(vocabulary=("a", "b", "ab", "ba"), merges=(("a", "b"),), **roles):
     model = tokenizers.models.BPE({s: i for i, s in enumerate(vocabulary)}, list(merges))
     backend = tokenizers.Tokenizer(model)
@@ -138,12 +127,7 @@ def test_missing_pad_token_is_the_declared_or_the_end_token(directory, files, pa
     assert (tokenizer_hash(tokenizer) == before) is (pad_token == "<pad>")
 
 
-DEEP = "[" * 100_000
-
-
-@pytest.mark.parametrize(
-    "content", ["{", "[]", "null", DEEP, '{"a": ' + DEEP[:900] + "]" * 900 + "}"]
-)
+@pytest.mark.parametrize("content", ["{", "null"])
 @pytest.mark.parametrize("name", _SETTINGS_FILES)
 def test_a_damaged_file_is_named(directory, name, content):
     (directory / name).write_text(content)

@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -137,11 +136,9 @@ def family(request):
     return ChatTurns(tokenizer, (end_id,), tools or ()), tokenizer, end_id, roles, tools
 
 
-def text_of(numbers, own=False):
+def text_of(numbers):
     """A text with everything that is hard: blanks, joined tokens, Unicode, JSON."""
     parts = ["a", "b", " ab", "12", "\n", "\n\n", "  ", "é", "漢", "🙂", "<", "|", '{"k": 1}', "x"]
-    if own:
-        parts += CONTROLS
     return "".join(numbers.choice(parts) for _ in range(numbers.randrange(1, 12)))
 
 
@@ -283,19 +280,6 @@ def test_a_rewrite_that_only_some_answers_cause_is_an_error_of_the_episode():
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
     refused("needs a chat template; give", ChatTurns, tokenizer, ())
-
-
-def test_a_trained_tokenizer_has_turns():
-    """The one that `launch.random_model` gives a model."""
-    from semrl_jax.data import train_tokenizer
-
-    tokenizer = train_tokenizer(["user assistant tool 12"], 270)
-    turns = ChatTurns(tokenizer, (tokenizer.eos_token_id,))
-    assert turns.check(USER, [{"role": "tool", "content": "2"}]) == []
-    (begun,) = turns.begun([USER])
-    (found,) = turns.continued([begun.transcript], [USER], [tokenizer.eos_token_id])
-    text = "\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(np.array(found.token_ids)) == text
 
 
 def test_token_ids_are_taken_as_they_are():

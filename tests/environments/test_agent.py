@@ -10,12 +10,14 @@ import pytest
 
 from semrl_jax.environments.kinds import agent
 from semrl_jax.environments.pool import EnvironmentPool
-from semrl_jax.support.errors import UserError
-from tests.environments.test_pool import section
+from semrl_jax.environments.worker import made
+from semrl_jax.settings.environment import named
+from tests.cases import refused, slow_after
+from tests.environments.test_pool import played, section
 from tests.running import wait_until
 
 PROGRAM = """
-import atexit, json, os, sys
+import json, os
 
 import openai
 
@@ -53,23 +55,18 @@ match said.content:
     case "stream":
         messages.append({"role": "user", "content": "In pieces."})
         said.content = ask(stream=True)
-    case "noisy":
-        os.write(1, b"x" * 10**7 + b"\\n0.25\\n")
-        os.write(2, b"A library says good-bye.")
-        os._exit(0)
     case "call":
         messages.append({"role": "user", "content": "In pieces."})
         with client.chat.completions.stream(model="any", messages=messages, tools=tools) as events:
             (call,) = events.get_final_completion().choices[0].message.tool_calls
         said.content = call.function.name
-    case "die":
-        sys.exit("it broke")
 print(0.5 if said.content == task["answer"] else "wrong")
 """
 
 
 @pytest.fixture(scope="module")
-def name(tmp_path_factory):
+def asking(tmp_path_factory):
+    """A pool, and the openings of both tasks."""
     directory = tmp_path_factory.mktemp("agent")
     (directory / "agent.py").write_text(PROGRAM)
     tasks = [
@@ -77,53 +74,31 @@ def name(tmp_path_factory):
         {"question": "4 + 4?", "answer": "8", "tools": 1},
     ]
     (directory / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    return f"agent:program={directory}/agent.py:tasks={directory}/tasks.jsonl"
-
-
-@pytest.fixture(scope="module")
-def played(name):
-    """Plays an episode of a task: its prompt, and the answers to the messages."""
+    name = f"agent:program={directory}/agent.py:tasks={directory}/tasks.jsonl"
     with EnvironmentPool(section(name, timeout_s=60.0)) as environments:
         openings = sorted(environments.openings(0, 9), key=lambda each: each.task["question"])
         assert len(openings) == 2  # of nine that were asked for: no task comes twice
-
-        def play(number, *messages):
-            episode = environments.open(openings[number])
-            try:
-                answers = [episode.step(each).result(timeout=60) for each in messages]
-            finally:
-                episode.end()
-            return openings[number].messages, answers
-
-        yield play
-
-
-def test_a_program_asks_and_is_rewarded_by_its_last_line(played):
-    prompt, (right,) = played(0, "5")
-    assert prompt == [{"role": "user", "content": "2 + 3?"}]
-    assert (right.turn.done, right.turn.reward) == (True, 0.5)
-    _, (wrong,) = played(0, "6")
-    assert (wrong.turn.done, wrong.turn.reward) == (True, 1.0)  # the exit status is 0
-    _, (noisy,) = played(0, "noisy")
-    assert (noisy.turn.done, noisy.turn.reward) == (True, 0.25)
-    _, (failed,) = played(0, "die")
-    assert (failed.turn.done, failed.turn.reward) == (True, 0.0)
+        yield environments, openings
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["again", "stream"])
-def test_further_questions_are_turns(played, first):
-    _, (more, end) = played(0, first, "5")
+def test_further_questions_are_turns(asking, first):
+    environments, (opening, _) = asking
+    more, end = played(environments, opening, first, "5")
+    assert opening.messages == [{"role": "user", "content": "2 + 3?"}]
     text = {"again": "Once more.", "stream": "In pieces."}[first]
     assert more.turn.messages == [{"role": "user", "content": text}] and not more.turn.done
     assert (end.turn.done, end.turn.reward) == (True, 0.5)
 
 
 @pytest.mark.slow
-def test_tools_of_the_program_are_called_in_the_policys_form(played):
+def test_tools_of_the_program_are_called_in_the_policys_form(asking):
+    environments, (_, opening) = asking
     call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 5}}</tool_call>'
-    prompt, (answer, end) = played(1, call, "8")
-    assert "add" in prompt[0]["content"] and prompt[0]["role"] == "system"
+    answer, end = played(environments, opening, call, "8")
+    system = opening.messages[0]
+    assert "add" in system["content"] and system["role"] == "system"
     assert answer.turn.messages == [
         {"role": "user", "content": "<tool_response>\n8\n</tool_response>"}
     ]
@@ -131,9 +106,10 @@ def test_tools_of_the_program_are_called_in_the_policys_form(played):
 
 
 @pytest.mark.slow
-def test_a_streamed_call_can_be_joined(played):
+def test_a_streamed_call_can_be_joined(asking):
+    environments, (_, opening) = asking
     call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 5}}</tool_call>'
-    _, (_, end) = played(1, "call", call)
+    _, end = played(environments, opening, "call", call)
     assert (end.turn.done, end.turn.reward) == (True, 1.0)  # no exception: the exit status is 0
 
 
@@ -171,18 +147,17 @@ def test_many_first_questions_leave_nothing_open(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_conversation_has_its_own_number(played):
-    _, (other, end) = played(0, "other", "5")
+def test_another_conversation_has_its_own_number(asking):
+    environments, (opening, _) = asking
+    other, end = played(environments, opening, "other", "5")
     assert other.turn.messages == [{"role": "user", "content": "New."}]
     assert (other.turn.conversation, other.turn.done) == (1, False)
     assert (end.turn.done, end.turn.reward) == (True, 1.0)
 
 
 def test_mistakes_are_one_line():
-    message = "program='/no/where.py' is no file"
-    with pytest.raises(UserError, match=message):
-        with EnvironmentPool(section("agent:program=/no/where.py:tasks=x")):
-            pass
+    name = "agent:program=/no/where.py:tasks=x"
+    refused("program='/no/where.py' is no file", made, *named(name)[:2])
 
 
 ODD = """
@@ -205,6 +180,14 @@ match ask(str(len(task["text"]))):
     case "child":
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
         print(0.5)
+    case "noisy":
+        os.write(1, b"x" * 10**7 + b"\\n0.25\\n")
+        os.write(2, b"A library says good-bye.")
+        os._exit(0)
+    case "wrong":
+        print("no number")
+    case "die":
+        sys.exit("it broke")
     case "close":
         os.close(1)
     case "signal":
@@ -252,22 +235,27 @@ def with_mark(mark):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "length", "reward", "error"),
-    [
-        (["hang"], 0, 0.0, "timeout: step took more than 4 s"),
-        (["child"], 0, 0.5, ""),
-        (["close"], 0, 1.0, ""),
-        (["signal"], 0, 0.0, ""),
-        (["connections", "end"], 0, 0.5, ""),
-        (["twice", "end", "end"], 0, 1.0, ""),  # the second is another conversation
-        (["nan"], 0, 0.0, "invalid: reward must be a number"),
-        (["unreadable"], 0, 0.5, ""),
-        (["end"], 200_000, 1.0, ""),  # of a task that is too large for a variable
-    ],
+    slow_after(
+        5,
+        [
+            (["noisy"], 0, 0.25, ""),  # the number in the last line
+            (["wrong"], 0, 1.0, ""),  # the exit status is 0
+            (["die"], 0, 0.0, ""),
+            (["nan"], 0, 0.0, "invalid: reward must be a number"),
+            (["end"], 200_000, 1.0, ""),  # of a task that is too large for a variable
+            (["hang"], 0, 0.0, "timeout: step took more than 4 s"),
+            (["child"], 0, 0.5, ""),
+            (["close"], 0, 1.0, ""),
+            (["signal"], 0, 0.0, ""),
+            (["connections", "end"], 0, 0.5, ""),
+            (["twice", "end", "end"], 0, 1.0, ""),  # the second is another conversation
+            (["unreadable"], 0, 0.5, ""),
+        ],
+    ),
 )
-def test_odd_programs_cost_their_own_episode_and_leave_nothing(
+def test_a_program_is_rewarded_costs_its_own_episode_and_leaves_nothing(
     odd, messages, length, reward, error
 ):
     environments, openings, mark = odd
@@ -275,7 +263,7 @@ def test_odd_programs_cost_their_own_episode_and_leave_nothing(
     episode = environments.open(openings[length])
     try:
         *_, last = [episode.step(each).result(timeout=60) for each in messages]
-        assert last.error or length or "child" not in messages or with_mark(mark)
+        assert "child" not in messages or with_mark(mark)
     finally:
         episode.end()
     assert (last.turn.reward, last.turn.done) == (reward, True)

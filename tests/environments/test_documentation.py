@@ -7,7 +7,9 @@ import re
 import pytest
 
 from semrl_jax.environments import Turn
-from semrl_jax.environments.pool import EnvironmentPool
+from semrl_jax.environments.pool import EnvironmentPool, task_seed
+from semrl_jax.environments.worker import made
+from semrl_jax.settings.environment import named, names
 from tests.environments.test_pool import played, section
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -52,8 +54,6 @@ def test_example_of_tools_has_ten_lines_and_is_solved(tmp_path, monkeypatch):
 
 
 def test_page_names_every_environment_and_limit():
-    from semrl_jax.settings.environment import names
-
     assert all(f"`{name}`" in PAGE for name in names())
     for field in ("tool_format", "max_turns", "max_observation_chars", "timeout_s", "name"):
         assert f"environment.{field}" in PAGE
@@ -61,12 +61,12 @@ def test_page_names_every_environment_and_limit():
 
 @pytest.mark.slow
 def test_the_packages_of_the_page_can_be_played():
-    names = re.findall(r"environment\.name='?((?:reasoning_gym|textarena):[^'\n]+)", PAGE)
-    assert len(names) == 4
-    for name in names:
-        with EnvironmentPool(section(name)) as environments:
-            (opening,) = environments.openings(seed=1, count=1)
-            assert not played(environments, opening, "")[0].error
+    found = re.findall(r"environment\.name='?((?:reasoning_gym|textarena):[^'\n]+)", PAGE)
+    assert len(found) == 4
+    for name in found:
+        environment, *_ = made(*named(name)[:2])
+        (task,) = environment.tasks(seed=1, count=1)
+        assert environment.reset(task, task_seed(task)) and environment.step("")
 
 
 def test_the_page_has_the_games():

@@ -1,6 +1,7 @@
 """What was answered is not asked again, also by the next start of a run."""
 
 import contextlib
+import functools
 import os
 
 import numpy as np
@@ -14,33 +15,43 @@ from semrl_jax.sampling.environment_tasks import training_tasks
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import Preempted
 from tests.cases import refused
-from tests.environments.test_pool import section
+from tests.environments.test_pool import played, section, since
 from tests.sampling.test_multi_turn import Policy, draw_of, ended, episodes_of
 from tests.tiny import tiny_config
 
 PLACE = Place(3, "train/3/0/1")
 
 
-@pytest.fixture
-def log(tmp_path):
-    return tmp_path / "log"
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("journal") / "log"
+
+
+@pytest.fixture(scope="module")
+def pool_of(log):
+    """A pool for each kind of environment, made when it is first asked for."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def pool_of(kind):
+            name = f"tests.environments.logged:{kind}:path={log}"
+            return stack.enter_context(EnvironmentPool(section(name, timeout_s=2.0)))
+
+        yield pool_of
 
 
 @pytest.fixture
-def started(tmp_path, log):
+def started(tmp_path, log, pool_of):
     """Plays messages in an episode as a start of a run does; returns answers, calls and counts."""
 
     def start(kind, *messages, place=PLACE):
-        name = f"tests.environments.logged:{kind}:path={log}"
-        with EnvironmentPool(section(name, timeout_s=2.0)) as environments:
-            environments.journal = Journal(tmp_path / "answers")
-            (opening,) = environments.openings(seed=5, count=1)
-            log.write_text("")
-            episode = environments.open(opening, place)
-            with contextlib.ExitStack() as stack:
-                stack.callback(episode.end)
-                found = [episode.step(message).result(timeout=60) for message in messages]
-            return found, log.read_text().splitlines(), environments.counters
+        environments = pool_of(kind)
+        environments.journal = Journal(tmp_path / "answers")
+        (opening,) = environments.openings(seed=5, count=1)
+        log.write_text("")
+        before = environments.counters
+        found = played(environments, opening, *messages, place=place)
+        return found, log.read_text().splitlines(), since(before, environments)
 
     return start
 
@@ -78,10 +89,10 @@ def test_tools_that_were_called_are_not_called_again(started):
     assert counted["num_tool_calls"] == 2
 
 
-@pytest.mark.parametrize("place", [Place(4, PLACE.episode), Place(3, "train/3/0/2")])
-def test_others_are_asked(started, place):
-    started("Logged", "one", "three")
-    assert started("Logged", "one", "three", place=place)[1] == ["reset", "step one", "step three"]
+def test_others_are_asked(started):
+    asked = ["reset", "step one", "step three"]
+    for place in (PLACE, Place(4, PLACE.episode), Place(3, "train/3/0/2")):
+        assert started("Logged", "one", "three", place=place)[1] == asked
     found, called, _ = started("Logged", "two", "three")
     assert called == ["reset", "step two", "step three"]
     assert [turn.messages[0]["content"] for turn in turns(found)] == ["3", "8"]
@@ -161,34 +172,39 @@ def test_a_draw_that_is_played_again_asks_only_for_the_rest(tmp_path, log):
     config.data.update(num_prompts=2, prompts_per_step=2)
     config.evaluation.num_problems = 1
 
+    name = f"tests.environments.logged:Recalling:path={log}"
+
     def played(directory, num_calls):
         """Until the policy is asked once more than `num_calls` times."""
-        name = f"tests.environments.logged:Recalling:path={log}"
-        with EnvironmentPools(section(name), [name]) as environments:
-            examples = training_tasks(config, tokenizer, environments[name], print).examples
-            environments.keep_answers(Journal(tmp_path / directory))
-            policy = Policy(tokenizer, *(ended(*script) for script in scripts))
+        environments.keep_answers(Journal(tmp_path / directory))
+        policy, before = (
+            Policy(tokenizer, *(ended(*script) for script in scripts)),
+            environments.counters,
+        )
 
-            def ask(requests, **options):
-                if len(policy.calls) == num_calls:
-                    raise Preempted
-                return policy(requests, **options)
+        def ask(requests, **options):
+            if len(policy.calls) == num_calls:
+                raise Preempted
+            return policy(requests, **options)
 
-            episodes = episodes_of(environments, tokenizer, max_turns=3)
-            found = {r.sample_id: r for r in episodes.play(draw_of(examples, 4), ask, Clock())}
-            return found, environments.counters
+        episodes = episodes_of(environments, tokenizer, max_turns=3)
+        found = {r.sample_id: r for r in episodes.play(draw_of(examples, 4), ask, Clock())}
+        return found, since(before, environments)
 
     def steps():
         return sorted(line for line in log.read_text().splitlines() if line.startswith("step"))
 
-    whole, counted = played("whole", 4)
-    wanted = steps()
-    assert len(wanted) == 10 and counted["num_exceptions"] == 1
-    log.unlink()
-    for num_calls in (1, 2):
-        with pytest.raises(Preempted):
-            played("killed", num_calls)
-    again, recounted = played("killed", 4)
+    with EnvironmentPools(section(name), [name]) as environments:
+        examples = training_tasks(config, tokenizer, environments[name], print).examples
+        log.write_text("")
+        whole, counted = played("whole", 4)
+        wanted = steps()
+        assert len(wanted) == 10 and counted["num_exceptions"] == 1
+        log.unlink()
+        for num_calls in (1, 2):
+            with pytest.raises(Preempted):
+                played("killed", num_calls)
+        again, recounted = played("killed", 4)
     assert steps() == wanted and recounted == counted
     for name, rollout in whole.items():
         np.testing.assert_array_equal(again[name].response_ids, rollout.response_ids)

@@ -9,6 +9,7 @@ import pathlib
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -16,22 +17,23 @@ import urllib.request
 import pytest
 
 from semrl_jax.environments.interface import Turn
+from semrl_jax.environments.kinds import openenv
 from semrl_jax.environments.pool import EnvironmentPool
-from semrl_jax.support.errors import UserError
+from semrl_jax.environments.worker import made
+from semrl_jax.settings.environment import named
+from tests.cases import raised, refused
 from tests.environments.test_documentation import PAGE
-from tests.environments.test_pool import played, section
+from tests.environments.test_pool import played, section, since
 
 ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(os.environ.get("SEMRL_OPENENV_PYTHON", ROOT / ".venv-openenv/bin/python"))
 SCHEMA = {"action": {"properties": {"message": {"type": "string"}}, "required": ["message"]}}
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    (tmp_path / "websockets.py").write_text("raise ImportError('no websockets')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    message = r"cannot be made: ImportError: no websockets; pip install -e '.\[openenv\]'"
-    with pytest.raises(UserError, match=message), EnvironmentPool(section("openenv:url=ws://x")):
-        pass
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "websockets", None)
+    message = r"cannot be made: ImportError: .*websockets.*; pip install -e '.\[openenv\]'"
+    refused(message, made, *named("openenv:url=ws://x")[:2])
 
 
 class BadServer:
@@ -130,9 +132,9 @@ def environments(server):
         yield found
 
 
-def play(environments, *messages, seed=1):
+def play(environments, *messages):
     """The prompt and the answers to messages, in one episode."""
-    (opening,) = environments.openings(seed=seed, count=1)
+    (opening,) = environments.openings(seed=1, count=1)
     return opening, played(environments, opening, *messages)
 
 
@@ -173,7 +175,7 @@ def test_a_broken_server_costs_the_episode(environments, server, message, error)
     assert not first.error
     assert failed.error.startswith(error.format(url=f"{server.url}/ws"))
     assert failed.turn == Turn((), 0.0, True) and later == failed
-    failures = {name: n - before[name] for name, n in environments.counters.items()}
+    failures = since(before, environments)
     assert sum(failures.values()) == failures["num_episodes"] + failures["num_turns"] + 1
     assert other.step("end").result(timeout=60).turn == Turn((), 1.0, True)
     other.end()
@@ -221,15 +223,12 @@ def test_an_episode_waits_until_the_server_has_room(server):
         waiting.end()
 
 
-@pytest.mark.slow
-def test_a_server_without_room_says_how_to_make_it(server):
-    with (
-        contextlib.closing(BadServer(room=1)) as small,
-        EnvironmentPool(section(f"openenv:url={small.url}")) as environments,
-    ):
-        small.room = 0
-        with pytest.raises(UserError, match="has no room; start it with max_concurrent_envs of at"):
-            environments.openings(seed=1, count=1)
+def test_a_server_without_room_says_how_to_make_it(server, monkeypatch):
+    monkeypatch.setattr(openenv, "WAIT_S", 0.3)
+    with contextlib.closing(BadServer(room=0)) as full:
+        environment = openenv.Environment(full.url)
+        message = "has no room; start it with max_concurrent_envs of at"
+        raised(RuntimeError, message, environment.reset, {}, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -238,13 +237,16 @@ def test_a_server_without_room_says_how_to_make_it(server):
         ("url=localhost:8000", "url='localhost:8000' must be like ws://HOST:PORT"),
         ("url=ws://127.0.0.1:9", r"http://127.0.0.1:9/schema cannot be read \(.*refused"),
         ("url={url}:action=text", "action='text' must be one of message"),
-        ("url={url}:observation=words.0", "observation='words.0' has no 'words' in .*seed"),
     ],
 )
 def test_mistakes_are_the_users(server, options, message):
-    name = f"openenv:{options.format(url=server.url)}"
-    with pytest.raises(UserError, match=message), EnvironmentPool(section(name)) as environments:
-        environments.openings(seed=1, count=1)
+    refused(message, made, *named(f"openenv:{options.format(url=server.url)}")[:2])
+
+
+def test_a_field_that_no_observation_has_is_named(server):
+    environment = openenv.Environment(server.url, observation="words.0")
+    message = "observation='words.0' has no 'words' in .*seed"
+    raised(ValueError, message, environment.reset, {}, seed=1)
 
 
 @contextlib.contextmanager

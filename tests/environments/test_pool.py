@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import resource
@@ -16,9 +17,11 @@ import pytest
 from semrl_jax.environments import pool as pool_module
 from semrl_jax.environments.interface import Turn, as_tasks
 from semrl_jax.environments.pool import EnvironmentPool, EnvironmentPools, Opening, task_seed
+from semrl_jax.environments.worker import made
 from semrl_jax.settings.environment import Environment as Settings
+from semrl_jax.settings.environment import named
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
+from tests.cases import refused, slow_after
 from tests.running import is_running, wait_until
 
 USERS = "tests.environments.users"
@@ -43,14 +46,14 @@ def obey(path):
         yield environments
 
 
-def opening(number=1, messages=({"role": "user", "content": "Say something."},)):
+def opening(number=1):
     task = {"number": number}
-    return Opening(task, task_seed(task), list(messages))
+    return Opening(task, task_seed(task), [{"role": "user", "content": "Say something."}])
 
 
-def played(environments, begin, *messages):
+def played(environments, begin, *messages, place=None):
     """The answers to messages, in one episode."""
-    episode = environments.open(begin)
+    episode = environments.open(begin, place)
     with contextlib.ExitStack() as stack:
         stack.callback(episode.end)
         return [episode.step(message).result(timeout=60) for message in messages]
@@ -58,6 +61,15 @@ def played(environments, begin, *messages):
 
 def play(environments, *messages, number=1):
     return played(environments, opening(number), *messages)
+
+
+def since(before, environments):
+    """What was counted after these counts."""
+    return {name: count - before[name] for name, count in environments.counters.items()}
+
+
+def nonzero(counts):
+    return {name: count for name, count in counts.items() if count}
 
 
 @pytest.mark.parametrize(
@@ -98,9 +110,7 @@ def test_a_failure_costs_its_own_episode_only(obey, message, error, counter):
     assert failed.turn == Turn((), 0.0, True) and later == failed
     assert other.step("end").result(timeout=60)[:2] == (Turn((), 1.0, True), "")
     other.end()
-    changed = {name: count - before[name] for name, count in obey.counters.items()}
-    expected = {"num_episodes": 2, "num_turns": 4, counter: 1}
-    assert {name: count for name, count in changed.items() if count} == expected
+    assert nonzero(since(before, obey)) == {"num_episodes": 2, "num_turns": 4, counter: 1}
 
 
 def test_prints_and_forks_disturb_nothing(obey, capfd):
@@ -133,6 +143,7 @@ def test_answers_are_cut_and_can_be_written(obey):
     assert long.turn.messages == many.turn.messages == [{"role": "user", "content": "a" * 50}]
     assert surrogate.turn.messages == [{"role": "user", "content": "a?b"}]
     assert as_tasks([{"answer": "a\ud800b"}], 1) == [{"answer": "a?b"}]
+    assert as_tasks(({"word": "w"} for _ in itertools.count()), 3) == [{"word": "w"}] * 3
 
 
 def test_an_episode_ends_with_all_processes_that_it_started(obey, path):
@@ -283,11 +294,6 @@ def test_episodes_without_a_descriptor_cost_no_other_one():
         assert not play(environments, "one")[0].error
 
 
-def test_tasks_that_never_end_are_cut():
-    with EnvironmentPool(section(f"{USERS}:Endless")) as environments:
-        assert len(environments.openings(seed=1, count=3)) == 3
-
-
 def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
     with EnvironmentPool(section(f"{USERS}:Forks:path={path}")) as environments:
         wait_until(lambda: not is_running(int(path.read_text())))
@@ -296,32 +302,41 @@ def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("name", "message"),
     [
-        ({"name": "calculater"}, "'package.module:Class'.* a built-in .*: agent, calculator"),
-        ({"name": "search"}, r"search\(\) cannot be made: TypeError: .*'corpus' and 'questions'"),
-        ({"name": "calculator", "tool_format": "xml"}, "tool_format='xml' must be one of"),
-        ({"name": f"{USERS}:Nobody"}, r"cannot be imported \(AttributeError: .*'Nobody'"),
-        ({"name": f"{USERS}:TakenVerdict"}, r"weights=\{'shaped': 1.0\} must give a number"),
+        ("search", r"search\(\) cannot be made: TypeError: .*'corpus' and 'questions'"),
+        (f"{USERS}:Nobody", r"cannot be imported \(AttributeError: .*'Nobody'"),
+        (f"{USERS}:TakenVerdict", r"weights=\{'shaped': 1.0\} must give a number"),
         (
-            {"name": f"{USERS}:OddVerdicts:weights=huge"},
+            f"{USERS}:OddVerdicts:weights=huge",
             r"weights cannot be read \(ValueError: .*; it must give a number from -1e\+09",
         ),
         (
-            {"name": f"{USERS}:OddVerdicts:weights=many"},
+            f"{USERS}:OddVerdicts:weights=many",
             "have 2 characters, and weights 103903; at most 60000 are allowed, so shorten",
         ),
-        ({"name": f"{USERS}:NoWeights"}, r"\(\) cannot be made: ValueError: no weights"),
-        ({"name": f"{USERS}:Undecided"}, r"\(\) cannot be made: ValueError: nobody knows"),
-        ({"name": f"{USERS}:NoStep"}, "has no step; an environment is a class with the methods"),
+        (f"{USERS}:NoWeights", r"\(\) cannot be made: ValueError: no weights"),
+        (f"{USERS}:Undecided", r"\(\) cannot be made: ValueError: nobody knows"),
+        (f"{USERS}:NoStep", "has no step; an environment is a class with the methods"),
+        ("calculator:digit=3", r"calculator\(digit=3\) cannot be made: .*unexpected"),
+        ("calculator:digits=30", "digits must be from 1 to 9"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_the_users_mistake(name, message):
+    refused(message, made, *named(name)[:2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "calculater"}, "'package.module:Class'.* a built-in .*: agent, calculator"),
+        ({"name": "calculator", "tool_format": "xml"}, "tool_format='xml' must be one of"),
         ({"name": f"{USERS}:Picky"}, r"Picky\(\) cannot be made: OSError: no corpus"),
         (
             {"name": f"{USERS}:Exits", "memory_limit_gib": 1.0},
             r"^environment.name: .*:Exits cannot be made: the process of environments ended, 3 "
             r"times in a row. .* must not end their process\. .*memory_limit_gib=1 is too small, ",
         ),
-        ({"name": "calculator:digit=3"}, r"calculator\(digit=3\) cannot be made: .*unexpected"),
-        ({"name": "calculator:digits=30"}, "digits must be from 1 to 9"),
         ({"name": "calculator", "timeout_s": 0.0}, r"environment.timeout_s=0.0 must be above 0"),
     ],
 )
@@ -341,11 +356,9 @@ def test_a_home_that_cannot_start_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     "more",
-    [
-        "",
-        pytest.param("made('textarena', {'game': 'Nim-v0'})", marks=pytest.mark.slow),
-        pytest.param("made('reasoning_gym', {'sets': 'gcd'})", marks=pytest.mark.slow),
-    ],
+    slow_after(
+        1, ["", "made('textarena', {'game': 'Nim-v0'})\nmade('reasoning_gym', {'sets': 'gcd'})"]
+    ),
 )
 def test_the_home_loads_no_jax(more):
     """JAX has threads, which a fork does not take along."""

@@ -14,7 +14,16 @@ from semrl_jax.support.errors import UserError
 from tests.environments.test_pool import played, section
 from tests.tiny import tiny_config
 
-SMALL = "chain_sum:min_terms=2:max_terms=2:min_digits=1:max_digits=1"
+# One of two digits and two signs make 200 questions; training finds equal ones elsewhere.
+SMALL = "chain_sum:min_terms=2:max_terms=2:min_digits=1:max_digits=1:weight=3"
+MIXTURE = f'reasoning_gym:sets=["{SMALL}","gcd:max_value=9"]:attempts=2'
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    """Its process takes seconds to import the package."""
+    with EnvironmentPool(section(MIXTURE)) as environments:
+        yield environments
 
 
 def begun(**options):
@@ -46,30 +55,26 @@ def test_the_last_of_several_answers_counts():
     assert environment.step("no") == Turn((), 0.0, True)
 
 
-def test_a_mixture_has_options_and_weights():
-    name = 'reasoning_gym:sets=["chain_sum:max_terms=2:weight=3","gcd:max_value=9"]:attempts=2'
-    with EnvironmentPool(section(name)) as environments:
-        found = environments.openings(seed=1, count=8)
-        retry, last = played(environments, found[0], "no", found[0].task["answer"])
-    made = [each.task[procedural.COLUMN] for each in found]
-    assert [each["dataset"] for each in made].count("chain_sum") == 6
-    assert {"max_terms": 2} in [each["options"] for each in made]
+def test_a_mixture_has_options_and_weights(mixture):
+    found = mixture.openings(seed=1, count=8)
+    retry, last = played(mixture, found[0], "no", found[0].task["answer"])
+    columns = [each.task[procedural.COLUMN] for each in found]
+    assert [each["dataset"] for each in columns].count("chain_sum") == 6
+    assert {"max_value": 9} in [each["options"] for each in columns]
     assert retry.turn.messages == [{"role": "user", "content": RETRY}] and not retry.error
     assert (last.turn.reward, last.turn.done, last.error) == (1.0, True, "")
-    with EnvironmentPool(section(name)) as environments:
-        assert environments.openings(seed=1, count=8) == found
+    here, *_ = made(*named(MIXTURE)[:2])  # another process makes the same tasks
+    assert here.tasks(seed=1, count=8) == [each.task for each in found]
 
 
-def test_training_leaves_held_out_questions_out():
-    """One of two digits and two signs make 200 questions; training finds equal ones elsewhere."""
+def test_training_leaves_held_out_questions_out(mixture):
     config = tiny_config()
     config.data.update(num_prompts=300, prompts_per_step=2)
     config.evaluation.num_problems = 30
     config.rollout.max_prompt_tokens = 500
     tokenizer = data.train_tokenizer(["State the final answer to 1 + 2 - 3 = . user"], 270)
-    with EnvironmentPool(section(f"reasoning_gym:sets={SMALL}")) as environments:
-        training = training_tasks(config, tokenizer, environments, print).examples
-        held_out = held_out_tasks(environments, 30, tokenizer, print)
+    training = training_tasks(config, tokenizer, mixture, print).examples
+    held_out = held_out_tasks(mixture, 30, tokenizer, print)
     questions = {example.question for example in held_out}
     assert len(held_out) == 30 and len(training) > 100
     assert not questions & {example.question for example in training}

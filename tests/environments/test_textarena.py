@@ -1,6 +1,5 @@
 """Games of textarena: deterministic, and played to their end."""
 
-import contextlib
 import random
 import re
 import sys
@@ -8,6 +7,7 @@ import sys
 import pytest
 
 from semrl_jax.environments import Turn
+from semrl_jax.environments.interface import FIRST_ROLES, as_messages, as_turn
 from semrl_jax.environments.kinds import textarena as kind
 from semrl_jax.environments.kinds.textarena import MOVES, ONE_PLAYER, Environment
 from semrl_jax.environments.pool import EnvironmentPool
@@ -15,6 +15,7 @@ from semrl_jax.environments.worker import made
 from semrl_jax.settings.environment import named
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
+from tests.environments.test_pool import played as pooled
 from tests.environments.test_pool import section
 
 TASK = {"number": 1}
@@ -74,21 +75,19 @@ def test_no_message_breaks_a_game(game):
 
 @pytest.mark.slow
 def test_two_processes_play_the_same_game():
-    found, name = [], "textarena:game=KuhnPoker-v0:opponent=random"
-    for _ in range(2):
-        with EnvironmentPool(section(name)) as environments:
-            openings = environments.openings(seed=3, count=12)
-            with contextlib.ExitStack() as stack:
-                episodes = [environments.open(opening) for opening in openings]
-                for episode in episodes:
-                    stack.callback(episode.end)
-                answers = []
-                for message in ("[check]", "[call]"):
-                    asked = [episode.step(message) for episode in episodes]
-                    answers += [answer.result(timeout=60)[:2] for answer in asked]
-            found.append((openings, answers))
-        assert not any(error for _, error in answers)
-    assert found[0] == found[1] and len({str(answer) for answer in answers}) > 2
+    environment, messages = RANDOM["KuhnPoker"], ("[check]", "[call]")
+    with EnvironmentPool(section("textarena:game=KuhnPoker-v0:opponent=random")) as environments:
+        openings = environments.openings(seed=3, count=12)
+        assert [each.task for each in openings] == environment.tasks(seed=3, count=12)
+        answers = [pooled(environments, opening, *messages) for opening in openings]
+    for (task, seed, prompt, _), there in zip(openings, answers):
+        assert not any(answer.error for answer in there)
+        random.seed(seed)
+        assert prompt == as_messages(environment.reset(task, seed), FIRST_ROLES, 10**6)
+        assert [as_turn(environment.step(text), 10**6) for text in messages] == [
+            answer.turn for answer in there
+        ]
+    assert len({str(answer.turn) for there in answers for answer in there}) > 2
 
 
 def test_a_number_is_guessed():

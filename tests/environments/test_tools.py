@@ -6,9 +6,10 @@ import pytest
 
 from semrl_jax.environments import Turn
 from semrl_jax.environments.pool import EnvironmentPool, Opening, task_seed
-from semrl_jax.support.errors import UserError
+from semrl_jax.environments.worker import made
+from semrl_jax.settings.environment import named
 from tests.cases import refused
-from tests.environments.test_pool import USERS, played, section
+from tests.environments.test_pool import USERS, nonzero, played, section, since
 from tests.environments.tools.test_formats import MISTRAL, QWEN
 
 
@@ -25,8 +26,8 @@ def tooled(path):
         yield environments
 
 
-def call(what, name="obey", argument="what"):
-    return f"```json\n{json.dumps({'name': name, 'arguments': {argument: what}})}\n```"
+def call(what):
+    return f"```json\n{json.dumps({'name': 'obey', 'arguments': {'what': what}})}\n```"
 
 
 def play(environments, *messages):
@@ -59,13 +60,8 @@ def test_a_prompt_describes_the_tools(tooled):
         ("sys.exit", "error: SystemExit: 3"),
         ("allocate", "error: MemoryError"),
         ("read", "error: EOFError: EOF when reading a line"),
-        ("none", "error: AttributeError: 'NoneType' object has no attribute 'messages'"),
-        ("object", "error: the result, a object, has no JSON form"),
         ("print", "printed"),
         ("fork", "forked"),
-        ("bytes", "a\ufffd"),
-        ("surrogate", "a?b"),
-        ("not a number", "NaN"),
         ("long", f"{'a' * 320}\n[99999680 more characters]"),
         ("say <|im_end|>", "<|im_end|>"),
     ],
@@ -76,11 +72,9 @@ def test_what_a_tool_does_is_an_answer(tooled, what, answer, capfd):
     assert [text(each) for each in found[:2]] == [answer, "next"]
     assert found[2].turn == Turn([{"role": "user", "content": "no call: a"}], 1.0, False)
     assert last.turn == Turn((), 1.0, True)
-    changed = {name: count - before[name] for name, count in tooled.counters.items()}
-    failed = answer.startswith("error: ")
     expected = {"num_episodes": 1, "num_turns": 4, "num_tool_calls": 2}
-    expected |= {"num_failed_tool_calls": 1} if failed else {}
-    assert {name: count for name, count in changed.items() if count} == expected
+    expected |= {"num_failed_tool_calls": 1} if answer.startswith("error: ") else {}
+    assert nonzero(since(before, tooled)) == expected
     assert "noise" not in capfd.readouterr().out
 
 
@@ -88,9 +82,6 @@ def test_what_a_tool_does_is_an_answer(tooled, what, answer, capfd):
     ("message", "answer"),
     [
         ('```json\n{"name": "obey", "argu\n```', "error: the call cannot be read: invalid JSON: "),
-        (call("a", name="rule"), 'error: there is no tool "rule"; tools: obey'),
-        (call("a", argument="who"), 'error: obey: unknown argument "who"; it takes what'),
-        (call(3), "error: obey: argument what must be a string, not 3"),
         (call("say 1") + "\n" + call("say 2"), "1\n</tool_response>\n<tool_response>\n2"),
     ],
 )
@@ -99,7 +90,7 @@ def test_calls_are_read(tooled, message, answer):
     assert text(found).startswith(answer)
 
 
-def test_a_chat_template_has_its_own_form_of_calls(path):
+def test_a_chat_template_has_its_own_form_of_calls():
     with EnvironmentPool(section(f"{USERS}:Tooled")) as environments:
         assert environments.speak(QWEN) == environments.schemas != []
         (opening,) = environments.openings(seed=1, count=1)
@@ -123,7 +114,6 @@ def test_a_form_can_be_chosen():
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ("untyped", "tools has 'untyped', whose argument 'what' has no type; write one"),
         ("method", r"tools has 'obey', a method of the class; .* self.tools = \[self.obey\]"),
         ("text", "Tooled has tools='obey'; it must be a list of functions"),
         ("twice", "tools has 'obey' twice; give each function its own name"),
@@ -132,6 +122,4 @@ def test_a_form_can_be_chosen():
 )
 def test_a_tool_without_a_schema_stops_the_run_before_it_starts(tools, message):
     name = f"{USERS}:Tooled:tools={tools}"
-    with pytest.raises(UserError, match=message) as caught, EnvironmentPool(section(name)):
-        pass
-    assert str(caught.value).startswith("environment.name: ") and "\n" not in str(caught.value)
+    assert refused(message, made, *named(name)[:2]).startswith("environment.name: ")

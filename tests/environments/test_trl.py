@@ -9,7 +9,9 @@ import pytest
 from semrl_jax.environments.interface import Turn
 from semrl_jax.environments.kinds.trl import Environment
 from semrl_jax.environments.pool import EnvironmentPool
-from semrl_jax.support.errors import UserError
+from semrl_jax.environments.worker import made
+from semrl_jax.settings.environment import named
+from tests.cases import refused
 from tests.environments import trl_users
 from tests.environments.test_documentation import PAGE
 from tests.environments.test_pool import played, section
@@ -89,14 +91,16 @@ def test_environment_tools_and_rewards_together():
         ("", "set environment_factory or train_dataset, which make the prompts"),
         (f"environment_factory={USERS}:Lamp", r"has no attribute 'Lamp'\.$"),
         (f"environment_factory={USERS}.Lamp", r"trl_users.Lamp' must be 'package.module:name'\.$"),
-        (f"environment_factory={USERS}:NoReward", "set reward_funcs, or give the class"),
         ("train_dataset=none.jsonl", "FileNotFoundError: .*none.jsonl"),
     ],
 )
 def test_mistakes_are_the_users(options, message):
-    with pytest.raises(UserError, match=message):
-        with EnvironmentPool(section(f"trl:{options}".strip(":"))) as environments:
-            environments.openings(seed=1, count=1)
+    refused(message, made, *named(f"trl:{options}".strip(":"))[:2])
+
+
+def test_a_class_without_rewards_is_refused():
+    with EnvironmentPool(section(f"trl:environment_factory={USERS}:NoReward")) as environments:
+        refused("set reward_funcs, or give the class", environments.openings, seed=1, count=1)
 
 
 def test_examples_of_the_page(tmp_path, monkeypatch):

@@ -160,8 +160,8 @@ class Tooled(Hostile):
     def __init__(self, path="", tools="own"):
         super().__init__(path)
         self.tools = {
-            "own": [self.obey], "untyped": [self.untyped], "method": [Tooled.obey],
-            "text": "obey", "twice": [self.obey] * 2, "long": [self.long],
+            "own": [self.obey], "method": [Tooled.obey], "text": "obey", "twice": [self.obey] * 2,
+            "long": [self.long],
         }[tools]  # fmt: skip
 
     def obey(self, what: str) -> str:
@@ -170,19 +170,9 @@ class Tooled(Hostile):
         Args:
           what: to do.
         """
-        match what:
-            case "bytes":
-                return b"a\xff"
-            case "not a number":
-                return float("nan")
-            case "object":
-                return object()
-            case text if text.startswith("say "):
-                return text.removeprefix("say ")
+        if what.startswith("say "):
+            return what.removeprefix("say ")
         return Hostile.step(self, what).messages
-
-    def untyped(self, what):
-        """Does something."""
 
     def long(self, what: str):
         """Does something.
@@ -219,12 +209,6 @@ class Undecided(Vowels):
     @property
     def is_self_play(self):
         raise ValueError("nobody knows")
-
-
-class Endless(Vowels):
-    def tasks(self, seed, count):
-        while True:
-            yield {"word": "w"}
 
 
 class Once(Hostile):

@@ -192,7 +192,7 @@ def test_a_bad_row_is_named_with_file_line_and_field(config, tmp_path):
         load(config, "gsm8k")
 
 
-def test_two_sources_with_one_name_are_refused(config, tmp_path):
+def test_two_sources_with_one_name_are_refused(config):
     with pytest.raises(UserError, match="data_source 'arithmetic' of another"):
         load(config, "gsm8k:name=arithmetic")
 

@@ -71,9 +71,9 @@ class Cheat(Verdict):
 @pytest.mark.parametrize(
     "result",
     [
-        Float("inf"), Float("nan"), Record(), Disguised(), Unprintable(), 10**400,
+        Float("inf"), Float("nan"), Record(), Disguised(), Unprintable(), 10**400, 3e38, "1.0",
         {"score": 1.0, "correct": Unprintable()}, {"score": 1.0, "extracted": Unprintable()},
-        {"score": 1.0, Unprintable(): 1}, object.__new__(Cheat),
+        None, {"score": 1.0, Unprintable(): 1}, object.__new__(Cheat),
         {"score": 1.0, "extracted": "x" * (MAX_EXTRACTED_CHARS + 1)},
         *({"score": 1.0, "steps": steps} for steps in (
             3, "12", [3], [(3,)], [(3, 0.5, 1)], [(0, 0.5)], [(5, 0.5)], [(1.0, 0.5)],

@@ -50,11 +50,7 @@ def obey():
         ("forge", "crash", "num_crashes"),
         ("forge nested", "crash", "num_crashes"),
         ("allocate", "exception: MemoryError:", "num_exceptions"),
-        ("huge", "invalid: score must be a number from -1e+09 to 1e+09, not 1000", "num_invalid"),
         ("nan", "invalid: score must be a number from -1e+09 to 1e+09, not nan", "num_invalid"),
-        ("beyond", "invalid: score must be a number from -1e+09 to 1e+09, not 3e", "num_invalid"),
-        ("text", "invalid: score must be a number from -1e+09 to 1e+09, not '1.0'", "num_invalid"),
-        ("none", "invalid: score must be a number from -1e+09 to 1e+09, not None", "num_invalid"),
         ("key", "invalid: unknown keys ['colour']", "num_invalid"),
         ("flag", "invalid: correct must be a bool, not 'yes'", "num_invalid"),
     ],
@@ -87,13 +83,6 @@ def test_a_forked_child_answers_nothing(obey):
     asked = ["fork", "7", "8", "fork", "8", "7"]
     scores = [obey.submit(text, "7").result(timeout=10).score for text in asked]
     assert scores == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-
-
-def test_late_worker_is_killed_with_its_children(obey, tmp_path):
-    pid_file = tmp_path / "pid"
-    assert obey.submit("spawn and hang", str(pid_file)).result(timeout=10).error == "timeout"
-    child = int(pid_file.read_text())
-    wait_until(lambda: not is_running(child))
 
 
 @pytest.mark.parametrize("command", ["forge later", "child answers"])
@@ -215,12 +204,10 @@ def test_many_threads_may_submit():
     assert results == {k: [k == 0] * 100 for k in range(4)}
 
 
-def test_cancelled_job_is_skipped():
-    with VerifierPool(num_workers=1, timeout_s=0.5, function="hostile:obey") as pool:
-        pool.submit("hang", "")
-        waiting = pool.submit("7", "7")
-        assert waiting.cancel()
-        assert pool.submit("8", "8").result(timeout=10) == RIGHT
+def test_cancelled_job_is_skipped(obey):
+    obey.submit("hang", "")
+    assert obey.submit("7", "7").cancel()
+    assert obey.submit("8", "8").result(timeout=10) == RIGHT
 
 
 def test_worker_is_replaced_before_its_memory_fills(monkeypatch):
@@ -302,23 +289,16 @@ def test_hung_worker_dies_with_a_killed_parent(tmp_path):
     wait_until(lambda: not is_running(worker) and not is_running(daemon))
 
 
-def test_rewards_load_no_accelerator_library():
+def test_rewards_load_the_parser_for_a_verdict_and_no_accelerator_library():
     program = (
         "import sys\n"
         "import semrl_jax.rewards, semrl_jax.rewards.verifier_worker\n"
+        "assert not {'sympy', 'latex2sympy2_extended'} & set(sys.modules)\n"
         "from semrl_jax.rewards.verifiers import math\n"
         "math.verify('\\\\boxed{\\\\sqrt{2}}', '1.5', semrl_jax.rewards.VerifierSettings())\n"
         "bad = {'jax', 'jaxlib', 'grpc', 'transformers', 'torch'} & set(sys.modules)\n"
         "assert not bad, bad\n"
         "assert 'latex2sympy2_extended' in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_importing_rewards_does_not_import_the_parser():
-    program = (
-        "import sys, semrl_jax.rewards\n"
-        "assert not {'sympy', 'latex2sympy2_extended'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -409,13 +389,10 @@ def test_a_sum_beyond_the_bound_is_clipped_and_named():
 
 
 def test_several_functions_are_imported_at_the_start():
-    for entry, message in [
-        ("no_such_module:f", "rewards.functions='no_such_module:f' cannot be imported"),
-        ("hostile:one_argument", "rewards.functions='hostile:one_argument' must be callable"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            with VerifierPool(num_workers=1, functions=("math_text", entry)):
-                pass
+    entries = "math_text", "hostile:one_argument"
+    message = "rewards.functions='hostile:one_argument' must be callable"
+    with pytest.raises(UserError, match=message), VerifierPool(num_workers=1, functions=entries):
+        pass
 
 
 @pytest.mark.skipif(

@@ -13,7 +13,7 @@ from semrl_jax.sampling.branching import Place, Whole, find_rule
 from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.exchange import pack_scored, unpack_scored
 from semrl_jax.sampling.requests import Draw
-from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens
+from semrl_jax.sampling.scoring import Scored, num_sampled_tokens
 from semrl_jax.sampling.weights import Weights
 from semrl_jax.settings.rollout import longest_prompt
 from semrl_jax.types import (
@@ -130,6 +130,8 @@ def test_branches_have_the_prefix_that_the_rule_says():
         assert rollout.rollout_raw_logprobs.tolist() == [0.0] * before + (-2 * own).tolist()
         np.testing.assert_array_equal(rollout.policy_states(-1)[:, 0], own)
     assert num_sampled_tokens(scored) == 8 + 10 + 12 + 10
+    # The verifier reads prefix and branch.
+    assert scored[2].response == data.character_tokenizer().decode(found[2].response_ids)
 
 
 def test_a_prefix_that_is_trained_on_keeps_what_its_response_has():
@@ -199,7 +201,7 @@ def test_a_given_response_takes_the_place_of_a_branch():
     assert found == {0: -1, 1: -1, 2: 0}
 
 
-def random_group(seed, count=3):
+def random_group(seed):
     random = np.random.default_rng(seed)
     texts = ["", "a", " ab", "abc", " ", "\n\n", "x "]
     return [
@@ -208,7 +210,7 @@ def random_group(seed, count=3):
             [str(text) for text in random.choice(texts, length)],
             random.random(length).astype(np.float32),
         )
-        for length in random.integers(1, 60, count)
+        for length in random.integers(1, 60, 3)
     ]
 
 
@@ -293,11 +295,3 @@ def test_the_longest_prompt_ends_with_a_prefix():
     config.rollout.branching = "cure"
     expected = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens - 1
     assert longest_prompt(config) == expected
-
-
-def test_scored_rollouts_are_of_the_whole_text():
-    """The verifier reads prefix and branch."""
-    scored, _ = play(ONE_TOKEN)
-    assert all(isinstance(item, ScoredRollout) for item in scored)
-    tokenizer = data.character_tokenizer()
-    assert scored[2].response == tokenizer.decode(scored[2].rollout.response_ids)

@@ -101,14 +101,6 @@ def play(episodes):
     return [item.rollout for item in found], engine
 
 
-def test_a_single_turn_is_one_call():
-    found, engine = play(SingleTurn())
-    ((requests, max_tokens, version),) = engine.calls
-    assert [request.sample_id for request in requests] == ["train/3/0/0", "train/3/0/1"]
-    assert (max_tokens, version) == (LIMIT, VERSION)
-    assert all(rollout.response_mask.all() for rollout in found)
-
-
 def test_an_episode_of_two_turns_fits_the_seam():
     assert isinstance(TwoTurns(), Episodes)
     found, engine = play(TwoTurns())

@@ -47,15 +47,12 @@ def make_rollouts(num=12):
 
 
 def score(rollouts, num_threads=2, layers=(-1,), **options):
-    with (
-        VerifierPool(num_workers=1) as verifier,
-        Measurer(max_tokens=56, num_threads=num_threads, layers=layers, **OPTIONS) as measurer,
-    ):
+    with Measurer(max_tokens=56, num_threads=num_threads, layers=layers, **OPTIONS) as measurer:
         return score_and_measure(
             rollouts,
             decode=lambda rollout: f"\\boxed{{{rollout.response_ids[0]}}}",
             references={group: str(4 * group) for group in range(3)},
-            verifier=verifier,
+            verifier=HereVerifier(),
             measurer=measurer,
             **options,
         )
@@ -162,13 +159,10 @@ def test_states_are_measured_and_released_while_others_are_sampled():
             time.sleep(0.01)
         yield rollouts.pop(0)
 
-    with (
-        VerifierPool(num_workers=1) as verifier,
-        Watched(max_tokens=56, num_threads=2, **OPTIONS) as measurer,
-    ):
+    with Watched(max_tokens=56, num_threads=2, **OPTIONS) as measurer:
         scored = score_and_measure(
             sampled(), decode=lambda rollout: "", references=dict.fromkeys(range(MAX_GROUP), "1"),
-            verifier=verifier, measurer=measurer,
+            verifier=HereVerifier(), measurer=measurer,
         )  # fmt: skip
     assert [len(column.value) for column in scored.metrics.values()] == [MAX_GROUP + 1] * 3
 
@@ -266,11 +260,10 @@ def test_a_batch_of_several_layers_is_measured_by_layer():
 
 
 def test_without_a_measurer_there_are_no_metrics():
-    with VerifierPool(num_workers=1) as verifier:
-        scored = score_and_measure(
-            make_rollouts(2), decode=lambda rollout: "", references={0: "1"}, verifier=verifier,
-            measurer=None,
-        )  # fmt: skip
+    scored = score_and_measure(
+        make_rollouts(2), decode=lambda rollout: "", references={0: "1"}, verifier=HereVerifier(),
+        measurer=None,
+    )  # fmt: skip
     assert len(scored) == 2 and scored.metrics == {} and scored.mean_states is None
 
 
@@ -313,7 +306,7 @@ def test_other_responses_in_a_call_change_no_bit():
     # Groups have 16 places, so the second group of 21 responses is not full.
     random = np.random.default_rng(5)
     states = [random.normal(size=(length, 16)).astype(np.float32) for length in range(20, 41)]
-    with Measurer(max_tokens=64, num_threads=2, **OPTIONS) as measurer:
+    with Measurer(max_tokens=56, num_threads=2, **OPTIONS) as measurer:
         found = []
         for order in (range(21), reversed(range(21)), range(3)):
             futures = {i: measurer.submit(states[i]) for i in order}
@@ -329,14 +322,14 @@ def test_other_responses_in_a_call_change_no_bit():
 @pytest.mark.slow
 def test_a_full_group_starts_and_a_large_response_has_its_own_call():
     states = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
-    with Measurer(max_tokens=64, num_threads=1, **OPTIONS) as measurer:
+    with Measurer(max_tokens=56, num_threads=1, **OPTIONS) as measurer:
         pending = [measurer.submit(states) for _ in range(MAX_GROUP + 1)]
         first = pending[0].result(timeout=60)
         assert all(future.result(timeout=60).metrics == first.metrics for future in pending[:-1])
         assert not pending[-1].done()
         measurer.flush()
         assert pending[-1].result(timeout=60).metrics == first.metrics
-        wide = np.random.default_rng(0).normal(size=(64, 8192)).astype(np.float32)
+        wide = np.random.default_rng(0).normal(size=(56, 8192)).astype(np.float32)
         assert measurer.submit(wide).result(timeout=60).metrics[RANK].value > 50
 
 
@@ -405,10 +398,10 @@ def test_closing_leaves_no_future_pending(monkeypatch):
 @pytest.mark.slow
 def test_the_device_gives_the_metrics_of_the_host():
     random = np.random.default_rng(5)
-    states = [random.normal(size=(length, 16)).astype(np.float32) for length in (20, 31, 33)]
+    states = [random.normal(size=(length, 16)).astype(np.float32) for length in (20, 31, 32)]
     found = []
     for options in ({}, {"device_batch": 4}):
-        with Measurer(max_tokens=64, num_threads=1, **OPTIONS | options) as measurer:
+        with Measurer(max_tokens=56, num_threads=1, **OPTIONS | options) as measurer:
             pending = [measurer.submit(rows) for rows in states]
             measurer.flush()
             found.append([future.result(timeout=60) for future in pending])

@@ -41,7 +41,8 @@ def test_a_call_and_the_graded_text_have_the_same_stop_strings(config, stop_stri
 
 
 @pytest.mark.slow
-def test_a_run_with_stop_strings(config, tmp_path, rewarded):
+@pytest.mark.usefixtures("reports_where_looked_at", "rewarded")
+def test_a_run_with_stop_strings(config, tmp_path):
     """Rows, recorded responses and the mask agree with the text; evaluation has its own."""
     config.rollout.stop_strings = ("7", "A+", "4Q")
     config.rollout.stop_words = ("-",)

@@ -389,7 +389,7 @@ class _Search:
         for (layers, label), names in by_layers.items():
             kind = "adapter" if label == "base" else "stale" if label else "tensor"
             what = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            what, value = (f"{what}|{label}", None) if label else (what, None)
+            what += f"|{label}" if label else ""
             value = 0.0 if kind == "adapter" else None
             detail = "by its checksum" if len(names) == 1 else "by their checksums"
             yield Finding(kind, what, layers, value, 1.0, (), detail)

@@ -267,7 +267,7 @@ def value(tree: Any, point: Mapping[str, Any]) -> Any:
     if tree.is_Float:
         return _checked(mpmath.make_mpf(tree._mpf_))
     if kind in _CONSTANTS:
-        return _CONSTANTS[kind](mpmath)
+        return _CONSTANTS[kind]()
     if tree.is_Add:
         return _add([value(argument, point) for argument in arguments])
     if tree.is_Mul:
@@ -286,11 +286,11 @@ def value(tree: Any, point: Mapping[str, Any]) -> Any:
     raise NoValueError(kind)
 
 
-_CONSTANTS: dict[str, Callable[[Any], Any]] = {
-    "Pi": lambda mpmath: +mpmath.pi,
-    "Exp1": lambda mpmath: +mpmath.e,
-    "ImaginaryUnit": lambda mpmath: mpmath.mpc(0, 1),
-    "EulerGamma": lambda mpmath: +mpmath.euler,
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "Pi": lambda: +mpmath.pi,
+    "Exp1": lambda: +mpmath.e,
+    "ImaginaryUnit": lambda: mpmath.mpc(0, 1),
+    "EulerGamma": lambda: +mpmath.euler,
 }
 _FUNCTION_NAMES = """
     exp log sin cos tan cot sec csc asin acos atan sinh cosh tanh Abs floor ceiling factorial

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax.environments.tools.bm25 import search_tool
-from semrl_jax.environments.tools.functions import schemas
 from tests.cases import refused
 
 
@@ -121,8 +120,3 @@ def test_a_corpus_that_cannot_be_read_is_one_line(tmp_path, name, content, messa
 @pytest.mark.parametrize("values", [{"num_results": 0}, {"num_results": 3, "max_chars": 119}])
 def test_limits_are_checked(tmp_path, values):
     refused("num_results=", search_tool, corpus(tmp_path, "a"), **values)
-
-
-def test_the_tool_has_a_schema(tmp_path):
-    [schema] = schemas([search_tool(corpus(tmp_path, "a"))])
-    assert schema["function"]["name"] == "search"

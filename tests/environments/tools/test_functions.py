@@ -15,7 +15,6 @@ from transformers.utils import get_json_schema
 
 from semrl_jax.environments.tools.functions import Answer, Call, call, schemas
 from semrl_jax.support.errors import UserError
-from tests.cases import refused
 
 
 class Unit(enum.Enum):
@@ -164,11 +163,7 @@ def test_a_schema_that_cannot_be_derived_is_one_line(function, message):
     assert "\n" not in str(e.value)
 
 
-def test_two_tools_of_one_name_are_refused():
-    refused("'nothing' twice", schemas, [nothing, nothing])
-
-
-def tool_of(hint, default=...):
+def tool_of(hint):
     """A tool of one argument, which answers the argument's representation."""
 
     def show(a):
@@ -272,11 +267,6 @@ def test_a_faulty_call_is_answered_with_one_line(request_, text, error, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_method_keeps_its_object():
-    counter = Counter()
-    assert [call([counter.advance], Call("advance", {})).text for _ in range(2)] == ["1", "2"]
-
-
 class Hostile(BaseException):
     def __str__(self):
         raise RuntimeError
@@ -353,17 +343,9 @@ def test_every_result_and_exception_is_answered(name, text, error):
     assert call([give], Call("give", {"name": name})) == Answer(text, error)
 
 
-def test_a_long_answer_is_cut():
-    def flood() -> str:
-        """Says much."""
-        return "x" * 10**8
-
-    text = call([flood], Call("flood", {}), max_chars=100).text
-    assert text == "x" * 100 + "\n[99999900 more characters]"
-
-
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text() | st.integers(),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))  # fmt: skip
+                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+                    max_leaves=20))  # fmt: skip
 def test_any_argument_is_answered_in_utf8(value):
     for hint in typing.get_type_hints(every_type).values():
         answer = call([tool_of(hint)], Call("show", {"a": value}))
