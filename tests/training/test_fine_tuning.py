@@ -117,27 +117,19 @@ def expected(directory):
     return loss.item(), gradients, count
 
 
-def make_tuner(directory, optimizer=KEEP_GRADIENT, *, shards=1, sequence=1, **plan):
+def make_tuner(directory, **plan):
     path, _, config = directory
-    mesh = models.make_mesh(
-        {"replica": 1, "fsdp": shards, "sequence": sequence, "tensor": 1},
-        jax.devices()[: shards * sequence],
-    )
-    policy = models.Policy(config, mesh=mesh)
-    tuner = FineTuner(policy, optimizer, RowPlan(mesh, **plan), MAX_TOKENS, 2, Peers())
-    shardings = models.parameter_shardings(policy.shapes(), mesh)
-    params = models.load_params(path, config, shardings)
-    return tuner, init_state(params, optimizer, init_shaping_state(), mesh)
+    mesh = models.make_mesh({}, jax.devices()[:1])
+    plan = RowPlan(mesh, **plan)
+    tuner = FineTuner(models.Policy(config), KEEP_GRADIENT, plan, MAX_TOKENS, 2, Peers())
+    params = models.load_params(path, config)
+    return tuner, init_state(params, KEEP_GRADIENT, init_shaping_state(), mesh)
 
 
 LAYOUTS = {
     "packed": {"pack_sequences": True, "micro_batch_tokens": MAX_TOKENS},
     "single": {"micro_batch_size": 2},
-    "by tokens": {"micro_batch_tokens": 2 * MAX_TOKENS, "balance_lengths": False},
-    "packed, sharded": {
-        "pack_sequences": True, "micro_batch_tokens": 2 * MAX_TOKENS, "shards": 2, "sequence": 2,
-    },
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
