@@ -16,12 +16,11 @@ def of_one(states, mask=None, **options):
     return {name: float(value[0]) for name, value in found.items()}
 
 
-@pytest.mark.parametrize("pad_id", [128009.0, pytest.param(151643.0, marks=pytest.mark.slow)])
-def test_padding_with_token_ids_is_ignored(pad_id):
+def test_padding_with_token_ids_is_ignored():
     # One such row inside the mask drives the rank to about 1.
     states = np.random.default_rng(0).normal(size=(80, 16)).astype(np.float32)
     mask = np.arange(80) < 70
-    states[70:] = pad_id
+    states[70:] = 128009.0
     found = of_one(states, mask, method="svd")
     assert oracle.effective_rank(states[:71]) < 1.1
     for name, metric in oracle.METRICS.items():
@@ -33,20 +32,20 @@ def test_padding_with_token_ids_is_ignored(pad_id):
 
 
 def test_orders_use_the_whole_response():
-    # Rank grows only in the first half, which the last 512 rows do not contain.
+    # Rank grows only in the first 120 rows, which are not among the last 512.
     rng = np.random.default_rng(0)
-    states = rng.normal(size=(1040, 12)).astype(np.float32)
-    states[:500] *= np.arange(12) < np.linspace(1, 12, 500)[:, None]
+    states = rng.normal(size=(640, 12)).astype(np.float32)
+    states[:120] *= np.arange(12) < np.linspace(1, 12, 120)[:, None]
     flat = states.copy()
-    flat[:520] = rng.normal(size=(520, 12))
-    names = {"names": ("effective_rank",), "stride": 104}
+    flat[:120] = rng.normal(size=(120, 12))
+    names = {"names": ("effective_rank",), "stride": 80}
     for window, same in (("exact", False), ("later", False), ("release", True)):
         grows = of_one(states, window=window, **names)["effective_rank_velocity"]
         stays = of_one(flat, window=window, **names)["effective_rank_velocity"]
         assert (abs(grows - stays) < 1e-4) == same, window
     np.testing.assert_allclose(
         of_one(states, **names)["effective_rank_velocity"],
-        oracle.orders(oracle.series(oracle.effective_rank, states, 104, "exact"))[0],
+        oracle.orders(oracle.series(oracle.effective_rank, states, 80, "exact"))[0],
         rtol=1e-3,
     )
 

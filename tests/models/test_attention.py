@@ -7,15 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from semrl_jax import models
 from semrl_jax.models.attention import self_attention
+from tests.models.test_sharding import mesh_of
 
 ROWS, COLUMNS, HEADS, KV_HEADS, WIDTH = 2, 48, 4, 2, 8
-
-
-def mesh_of(*sizes):
-    devices = jax.devices()[: int(np.prod(sizes))]
-    return models.make_mesh(dict(zip(models.AXES, sizes)), devices)
 
 
 @pytest.fixture(scope="module")

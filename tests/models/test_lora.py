@@ -445,21 +445,21 @@ def test_dropout_is_that_of_peft_with_the_same_masks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "eva"])
-def test_a_supported_initialisation_leaves_the_base_as_it_is(init, tmp_path):
+def test_a_supported_initialisation_leaves_the_base_as_it_is(tmp_path):
     """PEFT loads its own untrained adapter onto the base, and its logits are ours."""
     import peft as library
     import transformers
 
     pair = make_pair(tmp_path / "base", "llama")
-    config = library.LoraConfig(
-        r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=init, task_type="CAUSAL_LM"
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
-    library.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
-    again = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
-    loaded = library.PeftModel.from_pretrained(again, tmp_path / "adapter")
-    found, lora = peft.load_adapter(
-        peft.find_adapter(tmp_path / "adapter"), pair.policy.config, pair.directory, "base"
-    )
-    np.testing.assert_allclose(logits(pair, found, lora), logits_of_torch(loaded), atol=1e-4)
+    targets, read = ["q_proj", "up_proj"], transformers.AutoModelForCausalLM.from_pretrained
+    for init in (True, False, "gaussian", "orthogonal", "mica", "eva"):
+        config = library.LoraConfig(
+            r=4, target_modules=targets, init_lora_weights=init, task_type="CAUSAL_LM"
+        )
+        folder = tmp_path / str(init)
+        library.get_peft_model(read(pair.directory), config).save_pretrained(folder)
+        loaded = library.PeftModel.from_pretrained(read(pair.directory), folder)
+        files = peft.find_adapter(folder)
+        found, lora = peft.load_adapter(files, pair.policy.config, pair.directory, "base")
+        ours, theirs = logits(pair, found, lora), logits_of_torch(loaded)
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, err_msg=str(init))

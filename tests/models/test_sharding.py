@@ -15,12 +15,6 @@ from tests.cases import refused
 from tests.fixtures import random_params
 from tests.models.caches import widened
 
-MESHES = (
-    {"replica": 8, "fsdp": 1, "sequence": 1, "tensor": 1},
-    {"replica": 1, "fsdp": 8, "sequence": 1, "tensor": 1},
-    {"replica": 2, "fsdp": 2, "sequence": 1, "tensor": 2},
-)
-
 
 @pytest.fixture
 def policy():
@@ -31,9 +25,8 @@ def policy():
     return models.Policy(config)
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_mesh_changes_results_only_by_rounding(policy, shape):
-    mesh = models.make_mesh(shape)
+def test_mesh_changes_results_only_by_rounding(policy):
+    mesh = models.make_mesh({"replica": 2, "fsdp": 2, "sequence": 1, "tensor": 2})
     params = random_params(policy)
     ids = np.random.default_rng(0).integers(0, 48, (8, 12)).astype(np.int32)
     positions = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)

@@ -100,23 +100,17 @@ def make_batches(seed, names):
     return batches
 
 
-def steps(batches, options, wrap=lambda function: function):
+def steps(batches, options):
     """What the package makes of the batches, one step after the other."""
-    shape = wrap(lambda *arrays: by_name.shape_advantages(*arrays, **options))
-    bonus = wrap(lambda *arrays: by_name.reward_bonus(*arrays, **options))
-    update = wrap(
-        lambda state, found, reward: by_name.update_shaping_state(
-            state, found, mean_reward=reward, **options
-        )
-    )
     state = shaping.init_shaping_state(options["indicators"], guidance=options["guidance"])
     for batch in batches:
         found = jax.tree.map(jnp.asarray, batch["metrics"])
-        shaped, report = shape(
-            jnp.asarray(batch["advantages"]), found, jnp.asarray(batch["mask"]), state
+        advantages, mask = map(jnp.asarray, (batch["advantages"], batch["mask"]))
+        shaped, report = by_name.shape_advantages(advantages, found, mask, state, **options)
+        yield shaped, by_name.reward_bonus(found, state, **options), report
+        state = by_name.update_shaping_state(
+            state, found, mean_reward=jnp.float32(batch["reward"]), **options
         )
-        yield shaped, bonus(found, state), report
-        state = update(state, found, jnp.float32(batch["reward"]))
 
 
 def assert_matches_oracle(seed, options):
@@ -167,42 +161,6 @@ def test_every_combination_of_choices_matches_float64_loops(target):
     others = {field: values for field, values in CHOICES.items() if field != "target"}
     for seed, values in enumerate(itertools.product(*others.values())):
         assert_matches_oracle(seed, DEFAULTS | {"target": target} | dict(zip(others, values)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param(
-            ENTROPY | {"guidance": "curvature", "reproduce_release": True}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"mixing": "sum", "reproduce_release": True, "target": "both"}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["default", "foreign guidance", "release"],
-)
-def test_jit_and_vmap_give_the_same(options):
-    options = DEFAULTS | options
-    batches = make_batches(0, {*options["indicators"], options["guidance"]})
-
-    def batched(function):
-        def with_axis(*arrays):
-            doubled = jax.tree.map(lambda x: jnp.stack([x, x]), arrays)
-            return jax.tree.map(lambda x: x[1], jax.vmap(function)(*doubled))
-
-        return with_axis
-
-    plain = list(steps(batches, options))
-    for wrap in (jax.jit, batched, lambda f: jax.jit(batched(f))):
-        for expected, actual in zip(plain, steps(batches, options, wrap), strict=True):
-            # Fused sums and quotients round differently.
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-                actual,
-                expected,
-            )
 
 
 @pytest.mark.parametrize("scale", CHOICES["scale"])

@@ -18,7 +18,7 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.fine_tuning import FineTuner, batch_order, conversation_batch
-from semrl_jax.training.optimizer import Optimizer, schedule
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.train_state import init_state
 from semrl_jax.training.trainee import NonFiniteUpdates
@@ -117,27 +117,19 @@ def expected(directory):
     return loss.item(), gradients, count
 
 
-def make_tuner(directory, optimizer=KEEP_GRADIENT, *, shards=1, sequence=1, **plan):
+def make_tuner(directory, **plan):
     path, _, config = directory
-    mesh = models.make_mesh(
-        {"replica": 1, "fsdp": shards, "sequence": sequence, "tensor": 1},
-        jax.devices()[: shards * sequence],
-    )
-    policy = models.Policy(config, mesh=mesh)
-    tuner = FineTuner(policy, optimizer, RowPlan(mesh, **plan), MAX_TOKENS, 2, Peers())
-    shardings = models.parameter_shardings(policy.shapes(), mesh)
-    params = models.load_params(path, config, shardings)
-    return tuner, init_state(params, optimizer, init_shaping_state(), mesh)
+    mesh = models.make_mesh({}, jax.devices()[:1])
+    plan = RowPlan(mesh, **plan)
+    tuner = FineTuner(models.Policy(config), KEEP_GRADIENT, plan, MAX_TOKENS, 2, Peers())
+    params = models.load_params(path, config)
+    return tuner, init_state(params, KEEP_GRADIENT, init_shaping_state(), mesh)
 
 
 LAYOUTS = {
     "packed": {"pack_sequences": True, "micro_batch_tokens": MAX_TOKENS},
     "single": {"micro_batch_size": 2},
-    "by tokens": {"micro_batch_tokens": 2 * MAX_TOKENS, "balance_lengths": False},
-    "packed, sharded": {
-        "pack_sequences": True, "micro_batch_tokens": 2 * MAX_TOKENS, "shards": 2, "sequence": 2,
-    },
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -213,15 +205,6 @@ def test_a_number_of_steps_replaces_epochs():
     assert sorted(counts.values()) == [4, 4, 4, 4, 5]  # 21 conversations of 5
     other = batch_order([4] * 5, num_steps=7, **options | {"seed": 1})
     assert np.concatenate(found).tolist() != np.concatenate(other).tolist()
-
-
-def test_the_rate_rises_and_falls():
-    options = {"num_steps": 10, "learning_rate": 2.0}
-    for kind, last in (("constant", [2.0, 2.0]), ("linear", [1.5, 1.0]), ("cosine", [1.5, 1.0])):
-        rate = schedule(kind, final_fraction=0.5, warmup_steps=2, **options)
-        found = [rate(i) for i in (0, 1, 2, 6, 10)]
-        np.testing.assert_allclose(found, [1.0, 2.0, 2.0, *last], rtol=1e-6)
-    assert schedule("linear", final_fraction=0.0, warmup_steps=0, **options)(0) == 2.0
 
 
 def test_the_optimizer_of_a_config_has_its_schedule():

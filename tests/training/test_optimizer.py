@@ -29,7 +29,7 @@ from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.train_state import abstract_trained, init_trained
 from tests.cases import refused
 from tests.training.test_critic import check_layout
-from tests.training.test_mesh import PLANS, TEMPERATURE, Case, recorded
+from tests.training.test_mesh import PLANS, TEMPERATURE, Case, assert_near, recorded
 from tests.training.updates import update_critic, update_policy
 
 RATE = {"learning_rate": 1e-2, "learning_rate_warmup_steps": 2}
@@ -133,12 +133,6 @@ def three_updates(choice, sizes=(1, 1, 1, 1), **settings):
 def check_place(leaf, like):
     check_layout(leaf, like)
     assert leaf.sharding.memory_kind == like.sharding.memory_kind
-
-
-def assert_near(actual, expected, atol):
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, b = (np.asarray(x, np.float32) for x in (a, b))
-        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
 @pytest.mark.slow

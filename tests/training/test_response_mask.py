@@ -1,8 +1,5 @@
-"""Context between the policy's tokens is attended to, and no other number depends on it."""
+"""Context between the policy's tokens is no token of a response; test_update.py has the update."""
 
-import dataclasses
-
-import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -11,106 +8,16 @@ from semrl_jax.analysis import study_sources
 from semrl_jax.metrics import MetricKey
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.runs import train
-from semrl_jax.training.policy_update import TokenPass, batch_logprobs
+from semrl_jax.training.policy_update import TokenPass
 from semrl_jax.training.probes.tokens import token_indicators
-from tests.cases import slow_after
 from tests.fixtures import read_rows
-from tests.oracles import algorithms as oracle
 from tests.oracles import metrics as metrics_oracle
 from tests.oracles import shaping as shaping_oracle
 from tests.shaping.test_advantages import BASELINES, METRICS, shape, state_with
-from tests.training.test_packing import batch_of
-from tests.training.test_update import (
-    OPTIONS,
-    PLANS,
-    assert_near,
-    make_batch,
-    make_values,
-    plan_of,
-    setup,
-    update,
-)
 
 MASK = np.array(
     [[1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 0]], bool
 )
-
-
-def response_with(prompt, *response):
-    """A batch of one response of ten tokens: three by the policy, three of context, two, two."""
-    mask = np.array([1, 1, 1, 0, 0, 0, 1, 1, 0, 0], bool)
-    batch = batch_of([(len(prompt), len(mask))], [mask])
-    ids = batch.token_ids.copy()
-    ids[batch.segment_ids == 1] = [*prompt, *response]
-    return batch._replace(token_ids=ids)
-
-
-@pytest.mark.slow
-def test_context_acts_through_attention_alone():
-    policy, params = setup()
-    plan = plan_of(PLANS["packed"])
-    start, middle, tokens = [1, 2], [3, 4, 5], [6, 7]
-    batches = {
-        "as it is": response_with(start, *tokens, 8, *middle, *tokens, 9, 10),
-        "other inside": response_with(start, *tokens, 8, 3, 20, 5, *tokens, 9, 10),
-        "other behind": response_with(start, *tokens, 8, *middle, *tokens, 21, 22),
-    }
-    values = make_values(batches["as it is"])
-    logprobs, losses, gradients = {}, {}, {}
-    for name, batch in batches.items():
-        found = batch_logprobs(params, batch, policy=policy, temperature=0.8, plan=plan)
-        logprobs[name] = found.logprobs[0]
-        after, _, scalars = update(policy, params, batch, values, plan)
-        losses[name] = scalars["policy/loss"]
-        gradients[name] = jax.tree.map(lambda a, b: np.asarray(a - b), params, after)
-    assert (logprobs["as it is"][:3] < 0).all() and (logprobs["as it is"][6:8] < 0).all()
-    assert not logprobs["as it is"][3:6].any() and not logprobs["as it is"][8:].any()
-    # What is behind the last token of the policy changes nothing.
-    np.testing.assert_array_equal(logprobs["other behind"], logprobs["as it is"])
-    assert losses["other behind"] == losses["as it is"]
-    jax.tree.map(np.testing.assert_array_equal, gradients["other behind"], gradients["as it is"])
-    # What is inside changes the tokens after it.
-    np.testing.assert_array_equal(logprobs["other inside"][:3], logprobs["as it is"][:3])
-    assert (np.abs(logprobs["other inside"] - logprobs["as it is"])[6:8] > 1e-4).all()
-    # Embeddings have a gradient where the token is attended to, not behind.
-    embedding = gradients["as it is"]["embed"]["embedding"]
-    assert all(np.abs(embedding[token]).max() > 0 for token in (*start, *middle, *tokens))
-    assert not embedding[[9, 10, 20, 21, 22]].any()
-
-
-@pytest.mark.parametrize("aggregation", slow_after(1, ["token_mean", "response_mean"]))
-def test_the_loss_matches_float64_over_the_tokens_of_the_policy(aggregation):
-    policy, params = setup()
-    batch = make_batch(context=True)
-    values, mask = make_values(batch), batch.response_mask
-    plan = plan_of(PLANS["packed"])
-    found = batch_logprobs(
-        params, batch, policy=policy, temperature=0.8, plan=plan, with_entropies=True
-    )
-    counts = mask.sum(axis=1, keepdims=True)
-    share = 1 / mask.sum() if aggregation == "token_mean" else 1 / (len(mask) * counts)
-    options = dataclasses.asdict(OPTIONS)
-    expected = oracle.policy_loss(
-        found.logprobs, found.entropies, *values, np.where(mask, share, 0),
-        eps=options["clip_epsilon"], c_kl=options["kl_coefficient"],
-        c_ent=options["entropy_coefficient"], estimator=options["kl_estimator"],
-    )  # fmt: skip
-    _, _, scalars = update(policy, params, batch, values, plan, aggregation)
-    for name, value in zip(("loss", "clip_fraction", "approx_kl", "entropy", "kl"), expected):
-        np.testing.assert_allclose(scalars[f"policy/{name}"], value, rtol=1e-4, atol=1e-6)
-
-
-def test_values_at_context_reach_nothing():
-    """Old and reference log-probabilities and advantages there: NaN, or numbers."""
-    policy, params = setup()
-    batch = make_batch(context=True)
-    plan = plan_of(PLANS["three rows"])
-    values = make_values(batch)
-    numbers = [np.nan_to_num(x, nan=3.0) for x in values]
-    after, _, scalars = update(policy, params, batch, values, plan)
-    same, _, same_scalars = update(policy, params, batch, numbers, plan)
-    assert_near(after, same, 0)
-    assert scalars == same_scalars
 
 
 @pytest.mark.parametrize("release", [False, True])

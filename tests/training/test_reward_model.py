@@ -122,34 +122,6 @@ def test_the_last_token_of_a_response_by_hand():
     np.testing.assert_array_equal(last_tokens(batch), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    [("llama", (1, 2, 1, 2)), ("mistral", (2, 1, 2, 1)), ("qwen3", (1, 1, 2, 2))],
-)
-def test_every_family_on_every_axis(tmp_path, family, shape):
-    theirs = classifier(tmp_path, family, vocab_size=34)
-    batch, sequences = sequences_of(batch_of(LENGTHS))
-    mesh = models.make_mesh(dict(zip(models.AXES, shape)), jax.devices()[:4])
-    model, params = load(tmp_path, mesh)
-    plan = RowPlan(mesh, micro_batch_size=2 * shape[0] * shape[1])
-    found = batch_scores(params, batch, model=model, plan=plan)
-    np.testing.assert_allclose(found, scores_of_transformers(theirs, sequences), **TOLERANCE)
-
-
-@pytest.mark.slow
-def test_weights_in_bfloat16_change_scores_a_little(saved):
-    batch, _ = sequences_of(batch_of(LENGTHS))
-    mesh = mesh_of(2)
-    plan = RowPlan(mesh, micro_batch_size=4)
-    scores, rounded = (
-        batch_scores(params, batch, model=model, plan=plan)
-        for model, params in (load(saved[1], mesh, dtype) for dtype in ("float32", "bfloat16"))
-    )
-    # 8 bits of the weights, over 3 layers.
-    assert 0 < np.abs(rounded - scores).max() < 0.1 * np.ptp(scores)
-
-
 def reward_model(entries, params, model, mesh):
     functions = reward_functions(entries)
     function = next(f for f in functions if f.function == "model")
