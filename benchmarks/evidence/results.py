@@ -303,7 +303,7 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
             if abs(gain.mean) > reach:  # a single one would make all others look like zero
                 side = "right" if gain.mean > 0 else "left"
                 where = {"x": np.sign(gain.mean) * reach, "ha": side, "va": "center"}
-                place.text(y=row, s=f" {gain.mean:+.0f} ", fontsize=8, **where)
+                place.text(y=row, s=f" {gain.mean:+.2g} ", fontsize=8, **where)
                 continue
             colour = "#1f5fa8" if name.startswith("verl") else "#5f6b76"
             place.plot([gain.low, gain.high], [row, row], color=colour, lw=1.6)
