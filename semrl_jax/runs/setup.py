@@ -229,7 +229,7 @@ def check_inputs(
         of_policy = config, policy, tokenizer, mesh
         critic, critic_directory, _ = find_value_model("critic.path", path, *of_policy)
     check_reference_addresses(config)  # again: `rollout.addresses_file` has been read
-    if config.model.reference_addresses:
+    if config.model.reference_addresses or config.rollout.addresses:
         read_token(config.rollout.token_file)  # before a warm start, not after it
     references = find_references(config, policy, tokenizer, mesh)
     check_sources(references, prompts, report)

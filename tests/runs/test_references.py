@@ -205,8 +205,10 @@ def test_what_does_not_go_with_a_teacher_is_refused(config, teacher, monkeypatch
     refused("the replicas' token is empty", check)
     config.rollout.addresses = ("127.0.0.1:1",)  # as from rollout.addresses_file
     refused("both name '127.0.0.1:1'; a replica has one model", check)
+    config.model.reference_addresses = ()
+    refused("the replicas' token is empty", check)
     config.rollout.addresses = ()
-    config.model.reference_addresses, config.model.reference_path = (), short
+    config.model.reference_path = short
     refused("model.reference_path=.* is not read: each data source", check)
     config.model.references, real = (), Algorithm.needs.fget
     monkeypatch.setattr(
