@@ -361,7 +361,7 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
 def _about_ways(ways: Ways | None, runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if ways is None:
         return []
-    intro = "How many responses take each way after the last step, and how many of these are right:"
+    intro = "Share of responses that take each way after the last step, and of right ones in it:"
     return [intro, "", *table_of_ways(runs, ways.names), ""]
 
 

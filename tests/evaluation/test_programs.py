@@ -65,9 +65,13 @@ def test_the_answer_of_a_program(python, program, answer):
 
 HOSTILE = {
     "loop": ("while True: pass", "timeout: the code used more than 1 s"),
+    "fork": ("import os\nos.fork()\nprint(7)", "Function not implemented"),
+    "process": ("import subprocess\nsubprocess.run(['ls'])\nprint(7)", "program: "),
     "file": ("open('made', 'w').write('x')\nprint(7)", "Operation not permitted"),
+    "network": ("import socket\nsocket.socket()\nprint(7)", "Function not implemented"),
     "input": ("print(input())", "EOFError"),
     "output": ("while True: print('7' * 1000)", "program: [the output is longer"),
+    "memory": ("x = bytearray(2**33)\nprint(7)", "MemoryError"),
     "exit": ("print(7)\nraise SystemExit", "program: 7"),
     "kill": ("import os\nos._exit(0)", "no output"),
     "error": ("print(7)\n1 / 0", "ZeroDivisionError"),

@@ -1,5 +1,6 @@
 """One GRPO + VERL step of the system against PyTorch and transformers, every intermediate."""
 
+import ast
 import dataclasses
 import functools
 import pathlib
@@ -189,8 +190,8 @@ def world(tmp_path_factory) -> World:
     return World(torch_models, loaded, system.read_rollouts(ROLLOUTS, GROUP_SIZE))
 
 
-def expected_step(world: World, case: Case) -> dict:
-    """The reference's intermediates under the system's names."""
+def expected_step(world: World, case: Case, **changed) -> dict:
+    """The reference's intermediates under the system's names, with some settings changed."""
     policy, anchor = world.torch_models[case.tied]
     shift = world.old_shift(case)
     step = reference.train_step(
@@ -198,7 +199,7 @@ def expected_step(world: World, case: Case) -> dict:
         anchor,
         world.responses,
         None if case.baselines is None else torch.tensor(case.baselines),
-        case.settings(),
+        dataclasses.replace(case.settings(), **changed),
         None if shift is None else [torch.tensor(values) for values in shift],
     )
     lengths = torch.tensor([len(scores.logprobs) for scores in step.old])
@@ -377,6 +378,43 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     assert too_large({"changes": changes}, expected) == {}
     mean_loss = (expected["loss/0"] + expected["loss/1"]) / 2
     assert abs(scalars["policy/loss"] - mean_loss) < TOLERANCE * abs(mean_loss)
+
+
+# One setting of the reference wrong, most by a percent: (what must differ, what must not). It is
+# wrong there, because another setting of the system would compile its programs anew.
+WRONG_BEFORE_UPDATE = {
+    "temperature=0.99": ("old_logprobs ref_logprobs", "states effective_rank"),
+    "stride=5": (
+        "effective_rank_velocity effective_rank_acceleration beta phi bonus",
+        "effective_rank old_logprobs advantages",
+    ),
+    "advantage_epsilon=0.001": ("advantages shaped_advantages", "phi baselines"),
+    "gain=1.99": ("beta phi", "deviations"),
+    "eta=0.99": ("phi bonus", "beta deviations"),
+    "kappa=2.01": ("bonus mean_bonus shaped_advantages", "phi advantages"),
+    "alpha=0.299": ("baselines", "bonus"),
+}
+WRONG_IN_UPDATE = {
+    "clip_epsilon=0.21": ("clip_fraction/0 pg_loss/0 mu/0", "kl/0 entropy/0"),
+    "kl_coefficient=0.002": ("loss/0 mu/0", "kl/0 pg_loss/0"),
+    "entropy_coefficient=0.002": ("loss/0 grad_norm/0 mu/0", "entropy/0"),
+    "learning_rate=0.00201": ("changes", "mu/0 nu/0"),
+    "weight_decay=0.1": ("changes", "mu/0 nu/0"),
+    "betas=(0.91, 0.95)": ("mu/0", "nu/0 grad_norm/0"),
+    "betas=(0.9, 0.951)": ("nu/0", "mu/0 grad_norm/0"),
+    "max_grad_norm=0.25": ("mu/0 nu/0", "grad_norm/0"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_BEFORE_UPDATE | WRONG_IN_UPDATE)
+def test_a_wrong_setting_shows(world, wrong):
+    name, value = wrong.split("=")
+    case = CASES["base" if wrong in WRONG_BEFORE_UPDATE else "clipped ratios"]
+    off, kept = (WRONG_BEFORE_UPDATE | WRONG_IN_UPDATE)[wrong]
+    expected = expected_step(world, case, **{name: ast.literal_eval(value)})
+    shown = too_large(world.found(case), expected).keys()
+    assert set(off.split()) <= shown
+    assert not shown & set(kept.split())
 
 
 def test_wrong_data_shows(world):

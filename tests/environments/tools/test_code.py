@@ -9,7 +9,7 @@ import pytest
 
 from semrl_jax.environments.tools import confined
 from semrl_jax.environments.tools.code import python_tool
-from semrl_jax.environments.tools.functions import Call, call
+from semrl_jax.environments.tools.functions import Call, call, schemas
 from tests.cases import refused, slow_after
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux confines code")
@@ -91,6 +91,7 @@ HOSTILE = [
     ("import os; os.mkdir('/tmp/made')", "OSError: [Errno 38]"),
     ("import os; os.setuid(0)", "OSError: [Errno 38]"),
     ("bytearray(4 * 2**30)", "MemoryError"),
+    ("x = []\nwhile True:\n    x.append(bytearray(10**7))", "MemoryError"),
     ("10**10**4", "ValueError: Exceeds the limit"),
     ("def f():\n    f()\nf()", "RecursionError"),
     (
@@ -212,3 +213,8 @@ def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(confined, "__file__", str(broken))
     assert "hide_files=False" in refused("Landlock failed: Function not implemented", python_tool)
     assert python_tool(hide_files=False)("1") == "1"
+
+
+def test_the_tool_has_a_schema():
+    [schema] = schemas([python_tool()])
+    assert schema["function"]["parameters"]["required"] == ["code"]
