@@ -2,24 +2,28 @@
 
     python -m benchmarks.evidence.selection prompts --output=DIR     # DIR/gym.jsonl
     python -m launch.generate --policy=MODEL --prompts=DIR/gym.jsonl --n=8 --logprobs \
-        --hidden_states=-1,15,7 --verifier=reasoning_gym --template=... --output=DIR/NAME
+        --hidden_states=-1,15,7 --states=decode --states_dtype=float32 \
+        --verifier=reasoning_gym --template=... --output=DIR/NAME
     python -m benchmarks.evidence.selection measure --output=DIR --policy=MODEL --layers 15 7 \
         --names NAME ...
 
-A directory of `launch.generate` is one population of responses for each benchmark in it. The last
-command writes benchmarks/results/evidence_selection.json and the tables of the page.
+A directory of `launch.generate` is one population of responses for each benchmark in it. --layers
+are the layer in the middle and the one at a quarter. The last command writes
+benchmarks/results/evidence_selection.json and the tables of the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float
@@ -28,7 +32,8 @@ from matplotlib.figure import Figure
 from benchmarks import machine
 from benchmarks.evidence import results
 from semrl_jax.analysis import study
-from semrl_jax.analysis.measures import RANKS, RESPONSE_MEASURES, measure
+from semrl_jax.analysis.measures import RANKS, RESPONSE_MEASURES, StudiedResponse, measure
+from semrl_jax.analysis.responses import measure_response
 from semrl_jax.analysis.study_sources import of_generated
 from semrl_jax.data import procedural
 from semrl_jax.evaluation import statistics
@@ -49,7 +54,6 @@ ENTRIES = (
     "spell_backward:min_word_len=3:max_word_len=4:name=spelling",
 )
 NUM_PROMPTS = 100
-STRIDE = 4
 NEAR = 1.1  # ratio of two lengths that count as equal
 # A response is chosen by the highest value of a measure, or by the lowest if it is in LOW.
 MEASURES = {
@@ -70,6 +74,26 @@ CORRELATIONS = [
 NUM_FOLDS = 5
 
 
+class Setting(NamedTuple):
+    """How the metrics are measured."""
+
+    layer: int = FINAL_LAYER
+    stride: int = 4
+    window: str = "exact"
+    bfloat16: bool = False  # round the states
+    centred: bool = True
+
+
+# Each changes one thing; the layers are named by the command.
+LAYERS = ("middle layer", "layer at a quarter")
+SETTINGS = {
+    "stride 8": Setting(stride=8), "stride 16": Setting(stride=16),
+    "window later": Setting(window="later"), "states in bfloat16": Setting(bfloat16=True),
+    "states not centred": Setting(centred=False),
+}  # fmt: skip
+UNCENTRED = "benchmarks.evidence.uncentred_effective_rank"
+
+
 def prompts(directory: pathlib.Path, entries: Sequence[str], count: int) -> None:
     """Writes `count` problems of each procedural set to DIRECTORY/gym.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -80,22 +104,37 @@ def prompts(directory: pathlib.Path, entries: Sequence[str], count: int) -> None
 
 
 def populations(
-    directory: pathlib.Path, policy: str | None, layer: int
+    directory: pathlib.Path, policy: str | None, setting: Setting
 ) -> dict[str, dict[str, np.ndarray]]:
     """The responses of a directory by benchmark: a table of measures, answers and features."""
     columns = ["group_id", "sample_index", "benchmark", "extracted"]
     rows = pq.read_table(directory / RESPONSES, columns=columns).to_pylist()
     of_row = {(row["group_id"], row["sample_index"]): row for row in rows}
-    responses = list(of_generated(directory, policy, layer)[0])
+    responses = [
+        rounded(response) if setting.bfloat16 else response
+        for response in of_generated(directory, policy, setting.layer)[0]
+    ]
+    responses.sort(key=lambda response: (response.group_id, response.sample_index))
+    options = {"stride": setting.stride, "window": setting.window}
     found = {}
     for name in dict.fromkeys(row["benchmark"] for row in rows):
         own = [r for r in responses if of_row[r.group_id, r.sample_index]["benchmark"] == name]
-        table = measure(own, stride=STRIDE, wanted=RESPONSE_MEASURES.__contains__).responses
+        table = measure(own, **options, wanted=RESPONSE_MEASURES.__contains__).responses
+        if not setting.centred:
+            names = {"names": (UNCENTRED,), "orders": (UNCENTRED,)}
+            rows = [measure_response(response.states, **options, **names) for response in own]
+            for rank in RANKS:
+                table[rank] = np.array([row[f"uncentred_{rank}"] for row in rows])
         keys = zip(table["group_id"].tolist(), table["sample_index"].tolist())
         table["answer"] = np.array([str(of_row[key]["extracted"]) for key in keys])
         table["features"] = np.stack([features(response.states) for response in own])
         found[name] = table
     return found
+
+
+def rounded(response: StudiedResponse) -> StudiedResponse:
+    states = response.states.astype(jnp.bfloat16).astype(np.float32)
+    return dataclasses.replace(response, states=states)
 
 
 def features(states: Float[np.ndarray, "T D"]) -> Float[np.ndarray, "2 D"]:
@@ -228,8 +267,50 @@ def correlated(table: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
     return pairs
 
 
-def layer_name(layer: int) -> str:
-    return "final" if layer == FINAL_LAYER else f"input of layer {layer}"
+def compared(table: Mapping[str, np.ndarray], default: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What the results file has of a population measured with another setting."""
+    found = figures(table)
+    joined = dict(table) | {f"default {name}": default[name] for name in RANKS}
+    like = {
+        name: study.correlation(joined, column, f"default {column}", study.EQUAL_LENGTH).r
+        for name, column in zip(("ER", "ERV", "ERA"), RANKS)
+    }
+    return {name: found[name] for name in ("select", "r")} | {"like": like}
+
+
+def of_settings(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The rows of the table of settings: ranges over the populations, and how many choose well."""
+    by_setting: dict[str, list[Mapping[str, Any]]] = {"as above": list(found.values())}
+    for each in found.values():
+        for name, other in each.get("others", {}).items():
+            by_setting.setdefault(name, []).append(other)
+
+    def between(values: Sequence[float]) -> str:
+        if not (known := [value for value in values if not math.isnan(value)]):
+            return ""
+        low, high = (f"{value:.2f}" for value in (min(known), max(known)))
+        return low if low == high else f"{low} to {high}"
+
+    def choices(populations: Sequence[Mapping[str, Any]], measure: str) -> str:
+        gains = [each["select"][measure] for each in populations]
+        better, worse = sum(low > 0 for _, low, _ in gains), sum(high < 0 for *_, high in gains)
+        return f"{better}, {worse}"
+
+    return {
+        setting: [
+            str(len(own)),
+            *(
+                between([each["r"][name][0] for each in own if name in each["r"]])
+                for name in ("ER, ERV, equal length", "ER, length, all")
+            ),
+            *(
+                between([each["like"][name] for each in own if "like" in each])
+                for name in ("ER", "ERV", "ERA")
+            ),
+            *(choices(own, name) for name in ("ER", "ERV", "ERA", "linear probe")),
+        ]
+        for setting, own in by_setting.items()
+    }
 
 
 def draw(found: Mapping[str, Any]) -> Figure:
@@ -307,18 +388,15 @@ def section(record: Mapping[str, Any]) -> str:
         for name, each in found.items()
     }
     lines += table("", names, rows)
-    lines += ["Other layers, where a prompt has correct and wrong responses:", ""]
-    titles = ["ER, ERV, equal length", "ER, length, all"]
-    chosen_by = ["ER", "ERV", "ERA", "linear probe"]
-    rows = {
-        f"{name}, {layer_name(int(layer))}": [
-            *(r(of_layer, label) for label in titles),
-            *(points(of_layer["select"][m]) for m in chosen_by),
-        ]
-        for name, each in selected.items()
-        for layer, of_layer in each.get("layers", {}).items()
-    }
-    lines += table("", [*titles, *(f"chosen by {name}" for name in chosen_by)], rows)
+    lines += [
+        "Other layers and settings, where a prompt has correct and wrong responses. r is given as "
+        "the range over the populations, with the default at equal length. The last four columns "
+        "count populations in which a choice is better than a random one, and worse:", "",
+    ]  # fmt: skip
+    titles = ["populations", "r of ER and ERV, equal length", "r of ER and length"]
+    titles += [f"r of {name} with the default" for name in ("ER", "ERV", "ERA")]
+    titles += [f"chosen by {name}" for name in ("ER", "ERV", "ERA", "linear probe")]
+    lines += table("setting", titles, of_settings(selected))
     return "\n".join([*lines, f"Measured on {results.measured_on(record)}."])
 
 
@@ -339,12 +417,18 @@ def main() -> None:
         record = read_json_object(FILE) if FILE.is_file() else {"populations": {}}
         for name in given.names:
             directory = given.output / name
-            tables = populations(directory, given.policy, FINAL_LAYER)
-            of_layers = {layer: populations(directory, None, layer) for layer in given.layers}
+            tables = populations(directory, given.policy, Setting())
+            layers = {name: Setting(layer) for name, layer in zip(LAYERS, given.layers)}
+            others = {
+                setting: populations(directory, None, options)
+                for setting, options in (layers | SETTINGS).items()
+            }
             for benchmark, measured in tables.items():
                 title = f"{name}, {benchmark}" if len(tables) > 1 else name
                 record["populations"][title] = figures(measured) | {
-                    "layers": {layer: figures(of[benchmark]) for layer, of in of_layers.items()}
+                    "others": {
+                        setting: compared(of[benchmark], measured) for setting, of in others.items()
+                    }
                 }
         record["machine"] = machine.description()
         write_json(FILE, record)

@@ -75,7 +75,10 @@ def check_measures(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def correlations(measured: Measured) -> list[StudyCorrelation]:
-    """PAIRS in every subset; then COUNTED, and each measure with `correct` and with `length`."""
+    """PAIRS in every subset; then COUNTED, and each measure with `correct` and with `length`.
+
+    That with `correct` is given at equal length too.
+    """
     table = measured.responses
     found = []
     for x, y in PAIRS:
@@ -83,9 +86,10 @@ def correlations(measured: Measured) -> list[StudyCorrelation]:
             found += [correlation(table, x, y, subset) for subset in SUBSETS]
     if set(COUNTED) <= table.keys():
         found.append(correlation(table, *COUNTED))
-    for y in ("correct", "length"):
-        names = [name for name in table if name not in (*KEYS, y)]
-        found += [correlation(table, name, y, "all") for name in names if y in table]
+    for y, subset in (("correct", "all"), ("correct", EQUAL_LENGTH), ("length", "all")):
+        left_out = (*KEYS, y, *(["length"] if subset == EQUAL_LENGTH else []))
+        names = [name for name in table if name not in left_out]
+        found += [correlation(table, name, y, subset) for name in names if y in table]
     return found
 
 

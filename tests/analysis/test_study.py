@@ -249,6 +249,11 @@ def test_the_summary_fits_on_one_screen(measured):
     Console(file=text, width=80).print(study.summary(measured, found, "here"))
     lines = text.getvalue().splitlines()
     assert "5 responses to 2 prompts, 40.0% correct" in lines[0] and len(lines) <= 24
+    with_correct = {(each.x, each.subset) for each in found if each.y == "correct"}
+    assert {
+        (name, subset) for name in measures.RANKS for subset in ("all", "equal length")
+    } <= with_correct
+    assert ("length", "all") in with_correct and ("length", "equal length") not in with_correct
     assert "…" not in text.getvalue() and "not known" not in text.getvalue()
 
 

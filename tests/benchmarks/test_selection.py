@@ -75,8 +75,10 @@ def test_figures_of_a_population_and_their_tables():
     assert gain == pytest.approx(found["any"] - found["random"]) and low > 0
     assert found["above"]["ERA"][0] > 0.95 and 0.3 < found["above"]["log-probability"][0] < 0.7
     assert found["r"]["ER, ERV, all"][0] > 0.9 and abs(found["r"]["ER, ERV, equal length"][0]) < 0.3
-    populations = {"one": found | {"layers": {15: found}}}
+    other = selection.compared(table, table)
+    assert other["like"] == pytest.approx(dict.fromkeys(("ER", "ERV", "ERA"), 1.0))
+    populations = {"one": found | {"others": {"stride 8": other}}}
     text = selection.section({"populations": populations, "machine": "a machine"})
-    assert "| one | 30 | 30 | 30 |" in text and "| one, input of layer 15 |" in text
+    assert "| one | 30 | 30 | 30 |" in text and "| stride 8 | 1 | " in text
     places = selection.draw(populations).axes
     assert [len(place.lines) for place in places] == [8, 8]  # seven measures and the random choice
