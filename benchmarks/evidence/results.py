@@ -73,6 +73,9 @@ PARTS = (
 )
 
 
+BY_K = {"verl": "#1f5fa8", "length": "#d1662a", "shuffled": "#8a939c"}  # of the figure by k
+
+
 class Outcome(NamedTuple):
     """The finished runs of a variant, by ascending seed.
 
@@ -332,6 +335,32 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
     return figure
 
 
+def draw_by_k(records: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """What variants gain over plain GRPO in pass@k, by k: a panel for each record of a study."""
+    figure = Figure(figsize=(3.7 * len(records), 3.3), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(records)))
+    for place, (task, record) in zip(panels, records.items()):
+        base, n = Outcome.of(record["runs"]["none"]), record["num_samples"]
+        ks = 2 ** np.arange(n.bit_length())
+        for number, (variant, colour) in enumerate(BY_K.items()):
+            own = Outcome.of(record["runs"][variant])
+            gains = np.array([Gain.of(own, base, passed(k, n))[:3] for k in ks.tolist()]).T
+            place.errorbar(
+                np.arange(len(ks)) + 0.12 * (number - 1), gains[0], np.abs(gains[1:] - gains[0]),
+                color=colour, marker="o", ms=4, lw=1.2, capsize=2, label=variant,
+            )  # fmt: skip
+        place.axhline(0, color="black", lw=0.8)
+        place.set_xticks(range(len(ks)), ks)
+        place.set_xlabel("k")
+        seeds = f"{len(base.seeds)} seed" + "s" * (len(base.seeds) > 1)
+        place.set_title(f"{task}, {seeds}", loc="left", fontsize=10)
+        place.grid(alpha=0.25)
+        place.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("points of pass@k over GRPO")
+    place.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
 def section(part: Part, record: Mapping[str, Any]) -> str:
     """What the page says of the runs of a part."""
     study, n = STUDIES[part.study], record["num_samples"]
@@ -375,6 +404,13 @@ def write(name: str, study: Study, output: pathlib.Path) -> None:
     for part in PARTS:
         if part.study == name and set(part.bases) <= set(record["runs"]):
             fill(part.name, section(part, record), part.page)
+    tasks = [part.study for part in PARTS if part.bases == ("none", "verl")]
+    files = {task: file.with_name(f"evidence_{task}.json") for task in tasks}
+    records = {task: read_json_object(each) for task, each in files.items() if each.is_file()}
+    records = {task: each for task, each in records.items() if {"none", *BY_K} <= set(each["runs"])}
+    if name in records:
+        with replacing(DOCS / "figures" / "evidence_by_k.png") as out:
+            draw_by_k(records).savefig(out, format="png", dpi=110)
 
 
 def fill(name: str, text: str, page: str = "evidence.md") -> None:
