@@ -197,7 +197,7 @@ def test_the_figure_by_k_has_the_gain_at_each_k():
     runs = {name: {"0": {"correct": text} | others} for name, text in correct.items()}
     (panel,) = results.draw_by_k({"a task": {"num_samples": 4, "runs": runs}}).axes
     drawn = [bars.lines[0].get_ydata() for bars in panel.containers]
-    # Of 4 samples, 2 are right: 2 drawn ones miss them in 1 case of 6.
+    # Two samples drawn of 4 miss the 2 right ones in 1 case of 6.
     expected = [[75.0, 100 * (5 / 6 + 1) / 2, 100.0], [0.0] * 3, [50.0] * 3]
     np.testing.assert_allclose(drawn, expected, rtol=1e-12)  # of a few float64 operations
 
