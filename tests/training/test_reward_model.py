@@ -179,6 +179,13 @@ def test_the_model_computes_as_the_policy_does(inputs, saved):
     assert find(*inputs) is None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_held_in_their_dtype(inputs, dtype):
+    inputs[0].rewards.model.dtype = dtype
+    scorer = Scorer.load(find(*inputs), inputs[0], inputs[-1])
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(scorer.params)} == {dtype}
+
+
 def respell(directory):
     file = directory / "tokenizer.json"
     content = json.loads(file.read_text())
