@@ -136,6 +136,13 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"the mean of their group, {', '.join(BY_GROUP_MEAN)}, not algorithms.name={name!r}; "
             "choose one of them, or 'luffy'."
         )
+    coefficient = getattr(algorithm.options, "kl_reward_coefficient", 0)
+    if rollout.given_responses and algorithm.needs.given_apart and coefficient:
+        raise UserError(
+            f"algorithms.advantage.kl_reward_coefficient={coefficient:g} must be 0 with "
+            "algorithms.loss.given_surrogate='sft': the KL of given responses would count in the "
+            "mean of their group; set algorithms.loss.kl_coefficient instead, or choose 'luffy'."
+        )
     failure, target = config.rewards.failure_score, config.shaping.target
     penalised = (
         (f"rewards.mode={config.rewards.mode!r}", _is_scored_by_math(config), "'mix'"),

@@ -412,6 +412,12 @@ CONTRADICTIONS = [
         "'sft' needs an algorithm that compares rewards with the mean of their group",
     ),
     (
+        GIVEN | {"algorithms.loss.given_surrogate": "sft", "algorithms.loss.kl_coefficient": 0.0},
+        "algorithms.advantage.kl_reward_coefficient",
+        0.1,
+        "the KL of given responses would count in the mean of their group",
+    ),
+    (
         {"rewards.probability_after": "A:"},
         "rewards.functions",
         ("math:name=a", "math_text:name=b"),
