@@ -129,20 +129,8 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"{config.algorithms.name!r}: choose an algorithm that compares the responses of a "
             "group, and whose loss takes `given`, such as 'grpo'."
         )
-    name = config.algorithms.name
-    if rollout.given_responses and algorithm.needs.given_apart and name not in BY_GROUP_MEAN:
-        raise UserError(
-            f"algorithms.loss.given_surrogate='sft' needs an algorithm that compares rewards with "
-            f"the mean of their group, {', '.join(BY_GROUP_MEAN)}, not algorithms.name={name!r}; "
-            "choose one of them, or 'luffy'."
-        )
-    coefficient = getattr(algorithm.options, "kl_reward_coefficient", 0)
-    if rollout.given_responses and algorithm.needs.given_apart and coefficient:
-        raise UserError(
-            f"algorithms.advantage.kl_reward_coefficient={coefficient:g} must be 0 with "
-            "algorithms.loss.given_surrogate='sft': the KL of given responses would count in the "
-            "mean of their group; set algorithms.loss.kl_coefficient instead, or choose 'luffy'."
-        )
+    if rollout.given_responses and algorithm.needs.given_apart:
+        _check_given_apart(config, algorithm.needs.turn_rewards)
     failure, target = config.rewards.failure_score, config.shaping.target
     penalised = (
         (f"rewards.mode={config.rewards.mode!r}", _is_scored_by_math(config), "'mix'"),
@@ -364,6 +352,26 @@ def _check_given(config: ml_collections.ConfigDict) -> None:
          "name the field of data.files that has them; arithmetic has its own"),
         ("rewards.majority", OFF, "given responses would vote; leave one of them out"),
         ("data.curriculum", OFF, "it would count given responses as solved; leave one of them out"),
+    )  # fmt: skip
+
+
+def _check_given_apart(config: ml_collections.ConfigDict, takes_turns: bool) -> None:
+    """Refuses what would count given responses in the mean of their group."""
+    name = config.algorithms.name
+    if name not in BY_GROUP_MEAN:
+        raise UserError(
+            f"algorithms.loss.given_surrogate='sft' needs an algorithm that compares rewards with "
+            f"the mean of their group, {', '.join(BY_GROUP_MEAN)}, not algorithms.name={name!r}; "
+            "choose one of them, or 'luffy'."
+        )
+    would_count = "of given responses would count in the mean of their group; "
+    _exclude(
+        config,
+        "algorithms.loss.given_surrogate='sft'",
+        ("algorithms.advantage.kl_reward_coefficient", OFF,
+         f"the KL {would_count}set loss.kl_coefficient in its place, or choose 'luffy'"),
+        ("algorithms.advantage.credit", not takes_turns,
+         f"later turns {would_count}set it to 'episode', or choose 'luffy'"),
     )  # fmt: skip
 
 

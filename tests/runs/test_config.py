@@ -418,6 +418,12 @@ CONTRADICTIONS = [
         "the KL of given responses would count in the mean of their group",
     ),
     (
+        GIVEN | {"algorithms.loss.given_surrogate": "sft"},
+        "algorithms.advantage.credit",
+        "turn",
+        "later turns of given responses would count in the mean of their group",
+    ),
+    (
         {"rewards.probability_after": "A:"},
         "rewards.functions",
         ("math:name=a", "math_text:name=b"),
