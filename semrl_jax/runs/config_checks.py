@@ -42,6 +42,8 @@ from semrl_jax.types import SamplingParams, distribution_of
 
 # Their baseline is the mean of the group, also if that takes the place of some rewards.
 BY_GROUP_MEAN = ("grpo", "dr_grpo", "rloo", "max_likelihood", "red_weight")
+# They ask whether a reward is above a threshold, which a bonus in it would answer for others.
+BY_THRESHOLD = ("noisy_rewards", "pacs", "sample_reinforcement")
 OFF = None  # see `_exclude`
 
 
@@ -145,6 +147,12 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
                 f"{setting} gives rewards below 0, which have no meaning for algorithms.name="
                 f"{config.algorithms.name!r}; set it to {way_out}."
             )
+    if config.algorithms.name in BY_THRESHOLD and target in ("reward", "both"):
+        raise UserError(
+            f"shaping.target={target!r} adds its bonus to the rewards, and algorithms.name="
+            f"{config.algorithms.name!r} would take wrong responses with a bonus for correct ones; "
+            "set it to 'advantage'."
+        )
     rounds = rules.max_sampling_rounds
     if rounds and rollout.group_size < 2:
         raise UserError(

@@ -435,6 +435,19 @@ CONTRADICTIONS = [
         "turn",
         "credit='turn' must be 'episode'",
     ),
+    *(
+        (
+            {"algorithms.name": name},
+            "shaping.target",
+            target,
+            f"'{name}' would take wrong responses with a bonus for correct ones",
+        )
+        for name, target in (
+            ("noisy_rewards", "reward"),
+            ("pacs", "both"),
+            ("sample_reinforcement", "reward"),
+        )
+    ),
     ({}, "algorithms.name", "capo", "needs rewards of steps, and the verifier 'math' judges none"),
     (
         {"rewards.shuffle": True},
