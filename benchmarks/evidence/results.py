@@ -237,14 +237,13 @@ def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list
     base, *more = bases
     others = [name for name in outcomes if name not in (START, base)]
     first, last = passed(1, n), passed(n, n)
-    p_values = dict(
-        zip(others, holm([Gain.of(outcomes[o], outcomes[base], first).p for o in others]))
-    )
+    gains = [Gain.of(outcomes[name], outcomes[base], first) for name in others]
+    p_values = dict(zip(others, holm([np.nan if gain is None else gain.p for gain in gains])))
 
     def score(name: str, of: Score, compared: str = base) -> str:
         if name in (START, compared):
             return shown(100 * of(outcomes[name]).mean(), ".1f") if compared == base else ""
-        return str(Gain.of(outcomes[name], outcomes[compared], of))
+        return str(Gain.of(outcomes[name], outcomes[compared], of) or "")
 
     columns = {
         "seeds": lambda name: str(len(outcomes[name].seeds)),
@@ -298,11 +297,13 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
     for place, k in zip(axes, (1, n)):
         score = passed(k, n)
         gains = {name: Gain.of(outcomes[name], outcomes[base], score) for name in others}
-        *usual, widest = sorted(max(-gain.low, gain.high) for gain in gains.values())
+        *usual, widest = sorted(max(-gain.low, gain.high) for gain in gains.values() if gain) or [0]
         reach = 1.1 * (usual[-1] if usual and widest > 3 * usual[-1] > 0 else widest)
         if reach:
             place.set_xlim(-reach, reach)
         for row, (name, gain) in enumerate(gains.items()):
+            if gain is None:
+                continue
             if abs(gain.mean) > reach:  # a single one would make all others look like zero
                 side = "right" if gain.mean > 0 else "left"
                 where = {"x": np.sign(gain.mean) * reach, "ha": side, "va": "center"}

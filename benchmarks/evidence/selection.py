@@ -40,6 +40,7 @@ from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.generated_files import RESPONSES
 from semrl_jax.evaluation.protocols import PerProblem
 from semrl_jax.metrics.names import FINAL_LAYER
+from semrl_jax.rewards.grading.text import answer_class
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import read_json_object, replacing, write_json
 
@@ -126,7 +127,7 @@ def populations(
             for rank in RANKS:
                 table[rank] = np.array([row[f"uncentred_{rank}"] for row in rows])
         keys = zip(table["group_id"].tolist(), table["sample_index"].tolist())
-        table["answer"] = np.array([str(of_row[key]["extracted"]) for key in keys])
+        table["answer"] = np.array([answer_class(of_row[key]["extracted"]) for key in keys])
         table["features"] = np.stack([features(response.states) for response in own])
         found[name] = table
     return found
@@ -153,8 +154,9 @@ def by_prompt(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def majority(answers: np.ndarray) -> Float[np.ndarray, "P G"]:
-    """How many responses to the prompt give the same answer."""
-    return (answers[:, :, None] == answers[:, None, :]).sum(axis=2).astype(float)
+    """How many responses to the prompt give the same answer; 0 without one, as in maj@k."""
+    equal = answers[:, :, None] == answers[:, None, :]
+    return np.where(answers == "", 0.0, equal.sum(axis=2))
 
 
 def probed(

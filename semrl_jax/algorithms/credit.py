@@ -114,16 +114,20 @@ def assign_credit(
             return rewards
         return placed_rewards(rewards, tokens.spans.rewards, tokens.response_mask)
 
-    counted = rewards
-    if sampled is not None and algorithm.needs.given_apart:
-        counted = without_given(rewards, sampled)
+    def apart(rewards: Float[Array, "P G"]) -> Float[Array, "P G"]:
+        """The rewards without those of given responses, if these do not count in their groups."""
+        is_apart = sampled is not None and algorithm.needs.given_apart
+        return without_given(rewards, sampled) if is_apart else rewards
+
+    counted = apart(rewards)
     if algorithm.needs.selects:
         selected = algorithm.selected(counted, passes, mask)
         passes = passes._replace(selected=selected)
         scalars |= {"algorithm/selected_fraction": jnp.mean(selected, dtype=jnp.float32)}
     credited = counted
     if metrics and rules.shaping.target in ("reward", "both"):
-        credited += reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
+        bonus = reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
+        credited = apart(rewards + bonus)
         scalars |= extent("reward/shaped", credited, jnp.ones_like(credited, bool))
     plain = algorithm.advantages(placed(credited), passes, mask, state)
     shaped, of_shaping = shape_advantages(plain, metrics, mask, baselines, **shaping)

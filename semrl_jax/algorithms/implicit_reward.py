@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.algorithms.algorithm import Needs, Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, check_groups
 from semrl_jax.algorithms.objective import Objective
+from semrl_jax.algorithms.turn_credit import total_rewards
 from semrl_jax.support.fields import setting
 
 Estimate = Callable[..., Float[Array, "P G"]]
@@ -51,7 +52,7 @@ def each_response(estimate: Estimate) -> Callable[..., Float[Array, "B T"]]:
         response_mask: Bool[Array, "B T"],
         options: ImplicitReward,
     ) -> Float[Array, "B T"]:
-        rewards = rewards if rewards.ndim == 2 else jnp.sum(rewards, axis=2)
+        rewards = rewards if rewards.ndim == 2 else total_rewards(rewards)
         check_groups(rewards)
         ratios = jnp.where(response_mask, passes.old_logprobs - passes.ref_logprobs, 0.0)
         implicit = jnp.sum(ratios, axis=1).reshape(rewards.shape)

@@ -29,6 +29,9 @@ from semrl_jax.algorithms.groups import broadcast_to_tokens, is_last
 from semrl_jax.support.choices import CREDITS
 from semrl_jax.support.fields import setting
 
+# Sums that differ by at most this share of their terms' sizes are equal: 33 roundings of float32.
+ROUNDING = 2e-6
+
 Estimate = Callable[[Float[Array, "P G"], Float[Array, "P G"] | None], Float[Array, "P G"]]
 
 
@@ -113,9 +116,34 @@ def by_turn(
     firsts = zeros.at[rows, number].add(jnp.where(begins, returns, 0.0))
     lengths = zeros.at[rows, number].add(response_mask.astype(jnp.float32))
     shape = *rewards.shape[:2], num_turns
-    found = jax.vmap(estimate, in_axes=2, out_axes=2)(firsts.reshape(shape), lengths.reshape(shape))
+    firsts, lengths = firsts.reshape(shape), lengths.reshape(shape)
+    firsts = _without_rounding(firsts, lengths > 0, rewards)
+    found = jax.vmap(estimate, in_axes=2, out_axes=2)(firsts, lengths)
     of_tokens = jnp.take_along_axis(found.reshape(num_rows, num_turns), number, axis=1)
     return jnp.where(response_mask, of_tokens, 0.0)
+
+
+def total_rewards(rewards: Float[Array, "P G T"]) -> Float[Array, "P G"]:
+    """The rewards of responses from those of their turns, see `placed_rewards`."""
+    totals = jnp.sum(rewards, axis=2, keepdims=True)
+    return _without_rounding(totals, jnp.ones(totals.shape, bool), rewards)[:, :, 0]
+
+
+def _without_rounding(
+    returns: Float[Array, "P G K"], present: Bool[Array, "P G K"], rewards: Float[Array, "P G T"]
+) -> Float[Array, "P G K"]:
+    """The returns of the turns of each group; where they differ by rounding alone, they are equal.
+
+    Responses of one reward have one return at their first turns, which is a sum of other terms in
+    each: a division by the deviation of the group would make advantages of the rounding. A return
+    of 0 is 0, which is not above a threshold of 0.
+    """
+    limit = ROUNDING * jnp.max(jnp.sum(jnp.abs(rewards), axis=2), axis=1)[:, None, None]
+    returns = jnp.where(jnp.abs(returns) <= limit, 0.0, returns)
+    shared = {"axis": 1, "keepdims": True, "where": present}
+    highest = jnp.max(returns, initial=-jnp.inf, **shared)
+    spread = highest - jnp.min(returns, initial=jnp.inf, **shared)  # -inf without a turn
+    return jnp.where((spread >= 0) & (spread <= limit), highest, returns)
 
 
 def each_turn(estimate: Callable[..., Float[Array, "P G"]]) -> Callable[..., Float[Array, "B T"]]:

@@ -157,6 +157,8 @@ def _pearson(moments: Float[np.ndarray, "N 4 4"], *, partial: bool) -> Float[np.
     means = moments[:, :1, 1:] / moments[:, :1, :1]
     covariance = moments[:, 1:, 1:] / moments[:, :1, :1] - means * means.transpose(0, 2, 1)
     deviation = np.sqrt(np.maximum(np.diagonal(covariance, axis1=1, axis2=2), 0.0))
+    # The columns are at most 1, so less is the rounding of a draw whose values are all equal.
+    deviation = np.where(deviation > 1e-7, deviation, math.nan)
     with np.errstate(invalid="ignore", divide="ignore"):
         r = covariance / (deviation[:, :, None] * deviation[:, None, :])
         plain = r[:, 0, 1]

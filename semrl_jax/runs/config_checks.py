@@ -42,6 +42,8 @@ from semrl_jax.types import SamplingParams, distribution_of
 
 # Their baseline is the mean of the group, also if that takes the place of some rewards.
 BY_GROUP_MEAN = ("grpo", "dr_grpo", "rloo", "max_likelihood", "red_weight")
+# They ask whether a reward is above a threshold, which a bonus in it would answer for others.
+BY_THRESHOLD = ("noisy_rewards", "pacs", "sample_reinforcement")
 OFF = None  # see `_exclude`
 
 
@@ -129,13 +131,8 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"{config.algorithms.name!r}: choose an algorithm that compares the responses of a "
             "group, and whose loss takes `given`, such as 'grpo'."
         )
-    name = config.algorithms.name
-    if rollout.given_responses and algorithm.needs.given_apart and name not in BY_GROUP_MEAN:
-        raise UserError(
-            f"algorithms.loss.given_surrogate='sft' needs an algorithm that compares rewards with "
-            f"the mean of their group, {', '.join(BY_GROUP_MEAN)}, not algorithms.name={name!r}; "
-            "choose one of them, or 'luffy'."
-        )
+    if rollout.given_responses and algorithm.needs.given_apart:
+        _check_given_apart(config, algorithm.needs.turn_rewards)
     failure, target = config.rewards.failure_score, config.shaping.target
     penalised = (
         (f"rewards.mode={config.rewards.mode!r}", _is_scored_by_math(config), "'mix'"),
@@ -150,6 +147,12 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
                 f"{setting} gives rewards below 0, which have no meaning for algorithms.name="
                 f"{config.algorithms.name!r}; set it to {way_out}."
             )
+    if config.algorithms.name in BY_THRESHOLD and target in ("reward", "both"):
+        raise UserError(
+            f"shaping.target={target!r} adds its bonus to the rewards, and algorithms.name="
+            f"{config.algorithms.name!r} would take wrong responses with a bonus for correct ones; "
+            "set it to 'advantage'."
+        )
     rounds = rules.max_sampling_rounds
     if rounds and rollout.group_size < 2:
         raise UserError(
@@ -357,6 +360,26 @@ def _check_given(config: ml_collections.ConfigDict) -> None:
          "name the field of data.files that has them; arithmetic has its own"),
         ("rewards.majority", OFF, "given responses would vote; leave one of them out"),
         ("data.curriculum", OFF, "it would count given responses as solved; leave one of them out"),
+    )  # fmt: skip
+
+
+def _check_given_apart(config: ml_collections.ConfigDict, takes_turns: bool) -> None:
+    """Refuses what would count given responses in the mean of their group."""
+    name = config.algorithms.name
+    if name not in BY_GROUP_MEAN:
+        raise UserError(
+            f"algorithms.loss.given_surrogate='sft' needs an algorithm that compares rewards with "
+            f"the mean of their group, {', '.join(BY_GROUP_MEAN)}, not algorithms.name={name!r}; "
+            "choose one of them, or 'luffy'."
+        )
+    would_count = "of given responses would count in the mean of their group; "
+    _exclude(
+        config,
+        "algorithms.loss.given_surrogate='sft'",
+        ("algorithms.advantage.kl_reward_coefficient", OFF,
+         f"the KL {would_count}set loss.kl_coefficient in its place, or choose 'luffy'"),
+        ("algorithms.advantage.credit", not takes_turns,
+         f"later turns {would_count}set it to 'episode', or choose 'luffy'"),
     )  # fmt: skip
 
 

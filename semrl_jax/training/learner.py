@@ -372,9 +372,8 @@ class Learner:
             return batch_products(architecture, batch, num_adapters=adapters, head=head)
 
         own = forward(self.policy.config, head=True)
-        reference = (plan.reference == PASS or plan.own_teacher) + epochs * (
-            plan.reference == UPDATE
-        )
+        in_update = plan.reference == UPDATE and POLICY in updated
+        reference = (plan.reference == PASS or plan.own_teacher) + epochs * in_update
         of_reference = 0.0
         if reference:
             main = self.reference_policy or self.policy

@@ -105,3 +105,17 @@ def test_a_group_has_the_reward_of_a_given_response_unless_it_is_learned_anyway(
     found = credit_of(*arguments, given=GIVEN).advantages[:4, 0]
     expected = [first, first - 1, first - 1, 0.5 * (surrogate == "luffy")]
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_bonus_in_the_reward_leaves_given_responses_out_of_the_mean(config):
+    """The sampled responses are then compared with each other alone."""
+    config.algorithms.name, config.algorithms.loss.given_surrogate = "dr_grpo", "sft"
+    config.shaping.target = "reward"
+    baselines = credit_of(
+        config, REWARDS, make_metrics(), MASK, init_shaping_state(), given=GIVEN
+    ).memory.shaping
+    found = credit_of(config, REWARDS, make_metrics(1), MASK, baselines, given=GIVEN).advantages
+    of_groups = np.asarray(found)[:, 0].reshape(2, 4)
+    assert np.abs(of_groups[1, :3]).max() > 0.01  # equal rewards, so these are of the bonus
+    np.testing.assert_allclose(of_groups[:, :3].sum(axis=1), 0, atol=1e-6)
+    np.testing.assert_allclose(of_groups[:, 3], 0, atol=1e-6)

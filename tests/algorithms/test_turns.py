@@ -236,6 +236,21 @@ def test_a_group_of_equal_rewards_has_no_advantage_in_any_turn():
         np.testing.assert_array_equal(case.advantages(name), 0)
 
 
+def test_rounding_is_no_difference_of_rewards():
+    """Responses of reward 0 with many scores of steps, whose sums round differently."""
+    random, length = np.random.default_rng(0), 64
+    mask, steps = np.ones((8, length), bool), random.random((8, length)) < 0.5
+    scores = np.where(steps, random.random(steps.shape), 0).astype(np.float32)
+    zeros = np.zeros((2, 4), np.float32)
+    passes = Passes(*np.zeros((2, *mask.shape), np.float32), spans=Spans(scores, steps))
+    rewards = placed(zeros, scores, mask)
+    for name in ("grpo", "scale_rl", "quantile_baseline", "dpo", "pacs", "noisy_rewards"):
+        first = advantages_of(name, credit="turn")(rewards, mask, passes)[:, 0]
+        np.testing.assert_array_equal(first, 0)
+    found = advantages_of("sample_reinforcement", credit="turn")(rewards, mask, passes)
+    np.testing.assert_array_equal(found[:, 0], -1)  # none is above the threshold
+
+
 def test_the_baseline_of_a_turn_adds_no_bias():
     """Exact: all pairs of episodes, each with its probability.
 

@@ -234,6 +234,16 @@ def test_the_interval_covers_the_true_correlation(monkeypatch):
     assert 86 <= inside <= 99  # 95 % of 100, three standard errors either way
 
 
+def test_a_draw_in_which_a_measure_is_constant_has_no_correlation():
+    """One prompt has the correct responses: a third of the draws has none. They are not zeros."""
+    rng = np.random.default_rng(9)
+    group = np.repeat(np.arange(20), rng.integers(3, 9, 20))
+    correct = (np.arange(len(group)) < 2).astype(float)
+    table = {"group_id": group, "correct": correct, "x": rng.normal(size=len(group)) + 3 * correct}
+    found = study.correlation(table, "x", "correct")
+    assert found.r > 0.2 and found.low > 0.2
+
+
 def test_what_has_no_correlation_is_nan():
     table = table_of()
     constant = study.correlation(table | {"y": np.full(160, 0.1)}, "x", "y")

@@ -164,6 +164,14 @@ def test_a_gain_is_paired_by_seed():
     assert base.over_steps().tolist() == [[0.5], [0.5]]  # without step 0
 
 
+def test_a_variant_without_a_seed_of_the_base_has_no_difference():
+    """Another machine may have made other seeds so far."""
+    outcomes = {"none": outcome([0, 2], [0, 4]), "verl": outcome([1, 1], seeds=(5,))}
+    results.draw(outcomes, "none", 4)
+    row = results.table(outcomes | {"length": outcome([1, 2], [0, 4])}, ("none",), 4)[3]
+    assert row == "| verl | 1 |  |  |  |  |"
+
+
 def test_the_interval_has_the_spread_of_a_mean_over_seeds_and_problems():
     random = np.random.default_rng(0)
     assert results.interval(np.full((3, 4), 0.25)) == (0.25, 0.25, 0.25)

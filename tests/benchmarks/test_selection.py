@@ -32,6 +32,9 @@ def test_pairs_are_of_one_prompt_and_of_nearly_equal_lengths():
 def test_the_majority_counts_equal_answers():
     answers = np.array([["4", "5", "4", "4"]])
     assert selection.majority(answers).tolist() == [[3.0, 1.0, 3.0, 3.0]]
+    # Responses without an answer do not agree on one.
+    answers = np.array([["", "", "", "4"]])
+    assert selection.majority(answers).tolist() == [[0.0, 0.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize("signal", [0.0, 3.0])

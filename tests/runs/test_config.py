@@ -412,6 +412,18 @@ CONTRADICTIONS = [
         "'sft' needs an algorithm that compares rewards with the mean of their group",
     ),
     (
+        GIVEN | {"algorithms.loss.given_surrogate": "sft", "algorithms.loss.kl_coefficient": 0.0},
+        "algorithms.advantage.kl_reward_coefficient",
+        0.1,
+        "the KL of given responses would count in the mean of their group",
+    ),
+    (
+        GIVEN | {"algorithms.loss.given_surrogate": "sft"},
+        "algorithms.advantage.credit",
+        "turn",
+        "later turns of given responses would count in the mean of their group",
+    ),
+    (
         {"rewards.probability_after": "A:"},
         "rewards.functions",
         ("math:name=a", "math_text:name=b"),
@@ -422,6 +434,19 @@ CONTRADICTIONS = [
         "algorithms.advantage.credit",
         "turn",
         "credit='turn' must be 'episode'",
+    ),
+    *(
+        (
+            {"algorithms.name": name},
+            "shaping.target",
+            target,
+            f"'{name}' would take wrong responses with a bonus for correct ones",
+        )
+        for name, target in (
+            ("noisy_rewards", "reward"),
+            ("pacs", "both"),
+            ("sample_reinforcement", "reward"),
+        )
     ),
     ({}, "algorithms.name", "capo", "needs rewards of steps, and the verifier 'math' judges none"),
     (

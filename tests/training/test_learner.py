@@ -61,6 +61,7 @@ ADAPTERS = 2 * 12 * (2 * 3 * (8 + 8))  # rank 2 on the queries
         ({"reference": UPDATE, "ppo_epochs": 2}, 8 * FORWARD),
         ({"critic": True, "old": True}, 4 * FORWARD + 4 * CRITIC),
         ({"critic": True, "updated": {"critic"}}, 4 * CRITIC),
+        ({"critic": True, "updated": {"critic"}, "reference": UPDATE}, 4 * CRITIC),
         (
             {"lora": Lora(("query",), 2, 4.0, False), "reference": UPDATE},
             2 * (LAYERS + HEAD) + 3 * ATTENTION + 3 * ADAPTERS + FORWARD,
