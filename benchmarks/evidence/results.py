@@ -345,7 +345,8 @@ def draw_by_k(records: Mapping[str, Mapping[str, Any]]) -> Figure:
         ks = 2 ** np.arange(n.bit_length())
         for number, (variant, colour) in enumerate(BY_K.items()):
             own = Outcome.of(record["runs"][variant])
-            gains = np.array([Gain.of(own, base, passed(k, n))[:3] for k in ks.tolist()]).T
+            by_k = [Gain.of(own, base, passed(k, n)) for k in ks.tolist()]
+            gains = np.array([gain[:3] if gain else [np.nan] * 3 for gain in by_k]).T
             place.errorbar(
                 np.arange(len(ks)) + 0.12 * (number - 1), gains[0], np.abs(gains[1:] - gains[0]),
                 color=colour, marker="o", ms=4, lw=1.2, capsize=2, label=variant,

@@ -208,6 +208,9 @@ def test_the_figure_by_k_has_the_gain_at_each_k():
     # Two samples drawn of 4 miss the 2 right ones in 1 case of 6.
     expected = [[75.0, 100 * (5 / 6 + 1) / 2, 100.0], [0.0] * 3, [50.0] * 3]
     np.testing.assert_allclose(drawn, expected, rtol=1e-12)  # of a few float64 operations
+    runs["verl"] = {"5": runs["verl"]["0"]}
+    (panel,) = results.draw_by_k({"a task": {"num_samples": 4, "runs": runs}}).axes
+    assert np.isnan(panel.containers[0].lines[0].get_ydata()).all()  # no seed of the base
 
 
 def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
