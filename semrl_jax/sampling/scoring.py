@@ -169,17 +169,18 @@ def _turn_characters(rollout: Rollout, text: Callable[[np.ndarray], str]) -> lis
 
 
 def verdict_columns(verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
-    """Verdicts as columns of `support.response_files`."""
+    """Verdicts as columns of `support.response_files`.
+
+    Benchmarks with verifiers of their own have other parts; what a verdict lacks is null.
+    """
+    names = dict.fromkeys(name for verdict in verdicts for name in verdict.parts)
     return {
         "extracted": [verdict.extracted for verdict in verdicts],
         "correct": [verdict.correct for verdict in verdicts],
         "score": [verdict.score for verdict in verdicts],
         "boxed": [verdict.boxed for verdict in verdicts],
         "verifier_error": [verdict.error for verdict in verdicts],
-    } | {
-        SCORES + name: [verdict.parts[name] for verdict in verdicts]
-        for name in (verdicts[0].parts if verdicts else ())
-    }
+    } | {SCORES + name: [verdict.parts.get(name) for verdict in verdicts] for name in names}
 
 
 def submit_turns(
