@@ -51,8 +51,8 @@ def main() -> int:
     from semrl_jax.support.console import Reporter
 
     variants = sweep.variants_of(VARY.value, VARIANT.value, RANDOM.value)
-    num_steps = config.training.num_steps
-    planned = sweep.plan(variants, list(map(int, seeds)), output, num_steps)
+    length = config.training.num_steps, config.training.num_epochs
+    planned = sweep.plan(variants, list(map(int, seeds)), output, *length)
     slots = [[f"--config.rollout.addresses={one}"] for one in REPLICAS.value]
     reporter = Reporter(quiet=QUIET.value)
     code = 0

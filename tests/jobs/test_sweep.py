@@ -49,8 +49,17 @@ def test_a_run_is_finished_at_the_steps_that_are_asked_for_now(tmp_path):
     assert [run.num_steps for run in (short, long, default)] == [5, 9, 7]
     for run in (short, long, default):
         (run.workdir / "checkpoints" / "7").mkdir(parents=True)
+        run.log.write_text("step    7/7\n")  # its last evaluation is missing
+        assert not run.is_finished
+        run.log.write_text("step    7/7\ndone: 7 steps\nnext:\n")
     assert [run.is_finished for run in (short, long, default)] == [True, False, True]
     assert not default._replace(num_steps=8).is_finished  # the same command with more steps
+    # The default of num_steps says nothing about a run of epochs.
+    (of_variant,) = plan([Variant((("training.num_epochs", "2"),), "e")], [0], tmp_path, 7)
+    (of_config,) = plan([Variant(())], [0], tmp_path, 7, num_epochs=2)
+    for run in (of_variant, of_config):
+        (run.workdir / "checkpoints" / "7").mkdir(parents=True, exist_ok=True)
+        assert run.num_steps is None and not run.is_finished
     with pytest.raises(UserError, match=r"training\.num_steps=many must be a whole number"):
         plan(variants_of(["training.num_steps=many"], []), [0], tmp_path, 7)
 
@@ -58,7 +67,7 @@ def test_a_run_is_finished_at_the_steps_that_are_asked_for_now(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((["a"], []), "--vary='a' must be FIELD=VALUE,VALUE"),
+        ((["a"], []), "--vary='a' must be FIELD=VALUE,VALUE, such as rollout.group_size=4,8"),
         ((["a="], []), "--vary='a=' must be FIELD=VALUE,VALUE"),
         ((["a=1,2"], [], 3), "--random=3 is more than the 2 combinations"),
         (([], ["a b=1"]), "--variant='a b=1' must be FIELD=VALUE FIELD=VALUE"),
