@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -68,6 +69,7 @@ class Scored(Sequence[ScoredRollout]):
             [item for part in parts for item in part],
             joined([(len(part), part.metrics) for part in parts]),
             None if not parts or any(s is None for s in states) else np.concatenate(states),
+            sum(part.num_dropped for part in parts),
         )
 
     def __len__(self) -> int:
@@ -90,7 +92,8 @@ class Scored(Sequence[ScoredRollout]):
 
     def in_order(self) -> Scored:
         order = [(item.rollout.group_id, item.rollout.sample_index) for item in self]
-        return self.take(sorted(range(len(self)), key=order.__getitem__))
+        found = self.take(sorted(range(len(self)), key=order.__getitem__))
+        return dataclasses.replace(found, num_dropped=self.num_dropped)
 
     def with_metrics(self, metrics: Metrics) -> Scored:
         """Adds columns."""
@@ -159,6 +162,13 @@ def num_sampled_tokens(scored: Scored) -> int:
     sampled = (item.rollout for item in scored if not item.rollout.is_given)
     kept = sum(int(rollout.response_mask[rollout.num_prefix :].sum()) for rollout in sampled)
     return kept + scored.num_dropped
+
+
+def sampled_scalars(scored: Scored, rollout: ml_collections.ConfigDict) -> dict[str, float]:
+    """For the log, if some of the tokens that are sampled for a batch are not in it."""
+    if not rollout.hint_rounds and rollout.given_when != "failed":
+        return {}
+    return {"rollout/num_sampled_tokens": float(num_sampled_tokens(scored))}
 
 
 def _turn_characters(rollout: Rollout, text: Callable[[np.ndarray], str]) -> list[int]:
