@@ -30,6 +30,7 @@ from semrl_jax.runs.records import record_of as record_of_result
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.workdir import new_record, versions
 from semrl_jax.sampling.recorded import StepRecord, file_of, read_record
+from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.config import unknown_field
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support import response_files
@@ -100,6 +101,8 @@ class Replay(NamedTuple):
                         f"--set={field} is of the sampling, whose responses --recorded takes from "
                         "the records; leave one of them out."
                     )
+            # A quantised engine asks for a correction, which is of its responses here too.
+            config.algorithms.importance.level = importance_options(config)["level"]
             fields = {"recorded": str(self.run.absolute()), "engine": "jax", "addresses": ()}
             fields |= {"addresses_file": "", "jax_processes": 0, "vllm_quantization": ""}
             config.rollout.update(fields)
