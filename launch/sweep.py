@@ -71,7 +71,8 @@ def arguments_of_runs() -> list[str]:
     for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
         if re.match(r"--?(no)?config(\.[\w.]+)?(=|$)", argument):
             found.append(argument)
-            if "=" not in argument and not argument.lstrip("-").startswith("noconfig"):
+            # The value of a flag without "=" follows; one that is True or False may have none.
+            if "=" not in argument and not re.match(r"$|--?[A-Za-z]", following):
                 found.append(following)
     return found
 
