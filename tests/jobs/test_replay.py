@@ -342,6 +342,20 @@ def test_recorded_responses_of_a_quantised_engine_are_corrected_again(tmp_path):
     assert importance_options(again)["level"] == "none"
 
 
+def test_a_change_of_a_setting_that_is_gone_is_one_line(tmp_path):
+    record = {"run_id": "a", "config": recorded_config().to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    starts = tmp_path / "starts.jsonl"
+    starts.write_text(
+        json.dumps({"step": 0, "changed": ["rollout.annealing.enabled: True -> False"]})
+    )
+    Replay(tmp_path, 0, 1).config()  # the value with which it did nothing
+    starts.write_text(
+        json.dumps({"step": 0, "changed": ["rollout.annealing.enabled: False -> True"]})
+    )
+    refused("has a setting that this version lacks", Replay(tmp_path, 0, 1).config)
+
+
 def test_two_runs_part_at_the_first_step_of_another_number(run, tmp_path, capsys):
     page = tmp_path / "page.html"
     plain = {"shaping.target": "none", "logging.replay_every": 0}
