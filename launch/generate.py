@@ -77,6 +77,8 @@ FIXED = {
     "environment.name": "",
     "data.prompts_per_step": 1,
     "rollout.group_size": 1,
+    "rollout.given_responses": 0,
+    "rollout.hint_rounds": 0,
     "evaluation.k": (1,),
     "hidden_states.source": "none",
 }

@@ -31,7 +31,7 @@ RANDOM = flags.DEFINE_integer("random", 0, "combinations drawn of --vary; 0: all
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each run of a variant")
 PARALLEL = flags.DEFINE_integer("parallel", 1, "runs at a time", lower_bound=1)
 REPLICAS = flags.DEFINE_multi_string(
-    "replicas", [], "rollout.addresses of one run at a time; repeat it, as many run at a time"
+    "replicas", [], "rollout.addresses of one run, until it is restarted; repeat it for each run"
 )
 SUMMARIZE = flags.DEFINE_bool("summarize", False, "only sum up the runs that are there")
 QUIET = flags.DEFINE_bool("quiet", False, "print only the table and what needs attention")
@@ -51,8 +51,8 @@ def main() -> int:
     from semrl_jax.support.console import Reporter
 
     variants = sweep.variants_of(VARY.value, VARIANT.value, RANDOM.value)
-    num_steps = config.training.num_steps
-    planned = sweep.plan(variants, list(map(int, seeds)), output, num_steps)
+    length = config.training.num_steps, config.training.num_epochs
+    planned = sweep.plan(variants, list(map(int, seeds)), output, *length)
     slots = [[f"--config.rollout.addresses={one}"] for one in REPLICAS.value]
     reporter = Reporter(quiet=QUIET.value)
     code = 0
@@ -71,7 +71,8 @@ def arguments_of_runs() -> list[str]:
     for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
         if re.match(r"--?(no)?config(\.[\w.]+)?(=|$)", argument):
             found.append(argument)
-            if "=" not in argument and not argument.lstrip("-").startswith("noconfig"):
+            # The value of a flag without "=" follows; one that is True or False may have none.
+            if "=" not in argument and not re.match(r"$|--?[A-Za-z]", following):
                 found.append(following)
     return found
 

@@ -30,7 +30,9 @@ from semrl_jax.runs.records import record_of as record_of_result
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.workdir import new_record, versions
 from semrl_jax.sampling.recorded import StepRecord, file_of, read_record
+from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.config import unknown_field
+from semrl_jax.settings.moved import with_present_names
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
@@ -84,15 +86,17 @@ class Replay(NamedTuple):
         """The settings of the re-run; UserError for a change that cannot be."""
         try:
             config = recorded.get_config(str(self.run / "config.json"))
+            own = with_present_names(settings_at(self.run, self.first))
+            config.update_from_flattened_dict(
+                {name: tuple(x) if isinstance(x, list) else x for name, x in own.items()}
+            )
         except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{self.run} has a setting that this version lacks ({str(error).strip():.200}); "
                 "name a checkout of its version with --code."
             ) from None
-        own = settings_at(self.run, self.first).items()
-        config.update_from_flattened_dict(
-            {name: tuple(value) if isinstance(value, list) else value for name, value in own}
-        )
         if self.recorded:
             for field in self.changes:
                 if field.startswith(OF_SAMPLING):
@@ -100,6 +104,8 @@ class Replay(NamedTuple):
                         f"--set={field} is of the sampling, whose responses --recorded takes from "
                         "the records; leave one of them out."
                     )
+            # A quantised engine asks for a correction, which is of its responses here too.
+            config.algorithms.importance.level = importance_options(config)["level"]
             fields = {"recorded": str(self.run.absolute()), "engine": "jax", "addresses": ()}
             fields |= {"addresses_file": "", "jax_processes": 0, "vllm_quantization": ""}
             config.rollout.update(fields)

@@ -46,9 +46,9 @@ PROGRESS_S = 10.0  # between two lines where the output is no terminal
 # Settings of every command that decide which responses are sampled, and what is written of them.
 FIELDS = (
     "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
-    "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
-    "rollout.stop_words", "evaluation.stop_strings", "evaluation.responses_per_call",
-    "evaluation.metrics",
+    "rollout.vllm_quantization", "rollout.max_prompt_tokens", "rollout.max_response_tokens",
+    "rollout.stop_token_ids", "rollout.stop_words", "evaluation.stop_strings",
+    "evaluation.responses_per_call", "evaluation.metrics",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.page import write_page
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
-from semrl_jax.runs.lifecycle import EXIT_FAILED, EXIT_MISTAKE, EXIT_PREEMPTED
+from semrl_jax.runs.lifecycle import DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_PREEMPTED
 from semrl_jax.support.console import Bar, Reporter, duration, short_path
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.guard import die_with_parent
@@ -62,7 +62,7 @@ class Planned(NamedTuple):
     variant: Variant
     seed: int
     workdir: pathlib.Path
-    num_steps: int
+    num_steps: int | None  # None: the data says how many, with training.num_epochs
 
     @property
     def name(self) -> str:
@@ -75,10 +75,16 @@ class Planned(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has its last checkpoint."""
+        """Whether it has its last checkpoint, and has ended after its last evaluation and export.
+
+        One with `num_epochs` never counts as finished: it may have been given more of them.
+        """
         folder = self.workdir / "checkpoints"
         steps = checkpoint_steps(folder) if folder.is_dir() else []
-        return bool(steps) and steps[-1] >= self.num_steps
+        if self.num_steps is None or not steps or not self.log.is_file():
+            return False
+        done = re.findall(DONE.format(r"(\d+)"), self.log.read_text(errors="replace"))
+        return bool(done) and steps[-1] >= int(done[-1]) >= self.num_steps
 
     def flags(self) -> list[str]:
         settings = [*self.variant.settings, ("seed", str(self.seed))]
@@ -98,7 +104,9 @@ def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) ->
     for entry in vary:
         field, _, values = entry.partition("=")
         if not field or not values:
-            raise UserError(f"--vary={entry!r} must be FIELD=VALUE,VALUE, such as seed=0,1.")
+            raise UserError(
+                f"--vary={entry!r} must be FIELD=VALUE,VALUE, such as rollout.group_size=4,8."
+            )
         axes.append([(field, value) for value in values.split(",")])
     found = [Variant(settings) for settings in itertools.product(*axes)] if axes else []
     if count:
@@ -125,15 +133,22 @@ def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) ->
 
 
 def plan(
-    variants: Sequence[Variant], seeds: Sequence[int], output: pathlib.Path, num_steps: int
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    output: pathlib.Path,
+    num_steps: int,
+    num_epochs: int = 0,
 ) -> list[Planned]:
     """All runs, seed by seed, so that every variant has as many seeds at any time."""
     found = []
     for variant in variants:
-        own = dict(variant.settings).get("training.num_steps", str(num_steps))
-        if not own.isdecimal():
-            raise UserError(f"training.num_steps={own} must be a whole number.")
-        found.append((variant, int(own)))
+        lengths = {"num_steps": num_steps, "num_epochs": num_epochs}
+        for name in lengths:
+            own = dict(variant.settings).get(f"training.{name}", str(lengths[name]))
+            if not own.isdecimal():
+                raise UserError(f"training.{name}={own} must be a whole number.")
+            lengths[name] = int(own)
+        found.append((variant, None if lengths["num_epochs"] else lengths["num_steps"]))
     return [
         Planned(variant, seed, output / variant.directory / f"seed{seed}", steps)
         for seed in seeds
@@ -153,7 +168,17 @@ class Sweep:
         self._signal = 0
 
     def check(self, planned: Sequence[Planned]) -> None:
-        """Makes the dry run of one seed of each new variant; UserError of the first that fails."""
+        """Makes the dry run of one seed of each new variant; UserError of the first that fails.
+
+        Also for more runs than replicas: a replica belongs to the first run that uses it.
+        """
+        unfinished = sum(not run.is_finished for run in planned)
+        if any(self._slots) and unfinished > len(self._slots):
+            raise UserError(
+                f"--replicas names {len(self._slots)}, and {unfinished} runs are not finished; a "
+                "replica takes one run until it is restarted, so name as many, or fewer --seeds "
+                "now, and restart the replicas for the next ones."
+            )
         first = {run.variant: run for run in reversed(planned) if not run.workdir.exists()}
         for run in reversed(first.values()):
             command = [*self._command, *self._slots[0], *run.flags(), "--dry_run"]

@@ -69,11 +69,34 @@ def validate(config: ml_collections.ConfigDict) -> None:
             load_metric(name)
     _check_algorithm(config)
     _check_hints(config)
+    if not config.training.num_epochs:
+        check_num_steps(config)
     from semrl_jax.training.optimizer import load_direction
 
     for name in ("training", "critic", "sft"):
         load_direction(config, name)
     _indicators_of_probes(config.metrics.probes)
+
+
+def check_num_steps(config: ml_collections.ConfigDict) -> None:
+    """UserError for settings that a run is too short for; with epochs, once the data is read."""
+    from semrl_jax.algorithms.algorithm import load_algorithm
+
+    num_steps, lag = config.training.num_steps, config.rollout.max_staleness
+    if profiled_steps(config.profile).stop > num_steps:
+        raise UserError(
+            f"profile.steps={config.profile.steps!r} must end at training.num_steps at the latest."
+        )
+    if lag and lag >= num_steps > 0:
+        raise UserError(
+            f"rollout.max_staleness={lag} must be below training.num_steps={num_steps}; lower it."
+        )
+    warmup = config.critic.warmup_steps
+    if 0 < num_steps <= warmup and load_algorithm(config.algorithms.to_dict()).needs.values:
+        raise UserError(
+            f"critic.warmup_steps={warmup} must be below training.num_steps={num_steps}: the "
+            "policy would never be trained."
+        )
 
 
 def _check_algorithm(config: ml_collections.ConfigDict) -> None:
@@ -112,11 +135,6 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
     if config.critic.path and not algorithm.needs.values:
         raise UserError(
             f"critic.path is not read with algorithms.name={config.algorithms.name!r}; clear it."
-        )
-    if algorithm.needs.values and 0 < config.training.num_steps <= config.critic.warmup_steps:
-        raise UserError(
-            f"critic.warmup_steps={config.critic.warmup_steps} must be below training.num_steps="
-            f"{config.training.num_steps}: the policy would never be trained."
         )
     least = algorithm.needs.least_group if algorithm.needs.groups else 1
     if rollout.group_size < least:
@@ -314,10 +332,6 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
     # The optimiser step of a smaller last mini-batch would be as large as that of a full one.
     size, total = training.prompts_per_minibatch, data.prompts_per_step
     divides("training.prompts_per_minibatch", size, "data.prompts_per_step", total)
-    if profiled_steps(config.profile).stop > training.num_steps:
-        raise UserError(
-            f"profile.steps={config.profile.steps!r} must end at training.num_steps at the latest."
-        )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if 0 < training.micro_batch_tokens < longest:
         raise UserError(
@@ -585,13 +599,9 @@ def _check_importance(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_ahead(config: ml_collections.ConfigDict) -> None:
-    lag, num_steps = config.rollout.max_staleness, config.training.num_steps
+    lag = config.rollout.max_staleness
     if not lag:
         return
-    if lag >= num_steps > 0:
-        raise UserError(
-            f"rollout.max_staleness={lag} must be below training.num_steps={num_steps}; lower it."
-        )
     if config.hidden_states.compare_every:
         raise UserError(
             "hidden_states.compare_every compares states of the same weights, and with "

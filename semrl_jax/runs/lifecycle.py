@@ -42,6 +42,7 @@ Opened = TypeVar("Opened")
 # Yields what each step leaves, and returns the exit code.
 Work = Generator[Any, None, int]
 
+DONE = "done: {} steps"  # a finished run prints it, and no other one
 EXIT_NOT_SAVED = EXIT_FAILED = 1
 EXIT_MISTAKE = 2
 EXIT_PREEMPTED = 75
@@ -256,7 +257,7 @@ def _train(
         learner, start = opened.learner, opened.start
         architecture = learner.policy.config
         save_trained(run, state.params, learner.base, architecture, start, learner.peers, dtype)
-    end(run, f"done: {num_steps} steps")
+    end(run, DONE.format(num_steps))
     return 0
 
 

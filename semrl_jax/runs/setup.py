@@ -45,7 +45,12 @@ from semrl_jax.rollout.building import configured_mesh, read_token
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.config_checks import check_reference_addresses, method_line, remarks, validate
+from semrl_jax.runs.config_checks import (
+    check_num_steps,
+    check_reference_addresses,
+    method_line,
+    remarks,
+)
 from semrl_jax.runs.export import Exporter
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import check_room, least_parts
@@ -204,7 +209,7 @@ def check_inputs(
     if epochs := config.training.num_epochs:
         per_step = config.data.prompts_per_step
         config.training.num_steps = max(1, epochs * len(prompts) // per_step)
-        validate(config)  # rules of settings that depend on it
+        check_num_steps(config)
     problems = load_problems(config, tokenizer, report, **keep)
     for of, examples in (("training", prompts.examples), ("evaluation", problems)):
         check_prompts(of, examples, config, tokenizer, policy.config.vocab_size, report)

@@ -80,6 +80,7 @@ def pack_scored(scored: Scored) -> bytes:
         arrays[f"{METRICS}{key.label}"] = np.stack([values, valid.astype(values.dtype)])
     if scored.mean_states is not None:
         arrays["mean_states"] = scored.mean_states
+    arrays["num_dropped"] = np.array(scored.num_dropped)
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
@@ -90,7 +91,7 @@ def unpack_scored(data: bytes) -> Scored:
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         arrays = dict(file)
     records = json.loads(arrays.pop("records").tobytes())
-    means = arrays.pop("mean_states", None)
+    means, num_dropped = arrays.pop("mean_states", None), int(arrays.pop("num_dropped"))
     columns = {
         array.name: _split(arrays.pop(array.name), arrays.pop(f"{array.name}_lengths"))
         for array in TOKEN_ARRAYS
@@ -113,7 +114,7 @@ def unpack_scored(data: bytes) -> Scored:
         series = {n: np.array(row, np.float32) for n, row in record["series"].items()}
         texts = record["response"], record["reference"]
         items.append(ScoredRollout(rollout, *texts, verdict, series))
-    return Scored(items, metrics, means)
+    return Scored(items, metrics, means, num_dropped)
 
 
 METRICS = "metrics/"  # begins the names of their arrays: values, and validities as 1 or 0

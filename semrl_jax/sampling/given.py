@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from semrl_jax.sampling.requests import Draw
-from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.scoring import Scored, num_sampled_tokens
 from semrl_jax.types import GIVEN, Rollout
 
 
@@ -47,12 +47,12 @@ def with_given(
     if scored.mean_states is not None:
         shape = len(found), *scored.mean_states.shape[1:]
         given = dataclasses.replace(given, mean_states=np.full(shape, np.nan, np.float32))
-    kept = [
-        row
-        for row, item in enumerate(scored)
-        if (item.rollout.group_id, item.rollout.sample_index) not in replaced
-    ]
-    return Scored.joined([scored.take(kept), given]).in_order()
+    is_kept = np.array(
+        [(item.rollout.group_id, item.rollout.sample_index) not in replaced for item in scored]
+    )
+    dropped = num_sampled_tokens(scored.take(np.flatnonzero(~is_kept)))
+    found = Scored.joined([scored.take(np.flatnonzero(is_kept)), given]).in_order()
+    return dataclasses.replace(found, num_dropped=dropped)
 
 
 def _rollout(

@@ -19,7 +19,7 @@ from semrl_jax.metrics.measurer import Measurer
 from semrl_jax.sampling.exchange import of_all, own_requests
 from semrl_jax.sampling.requests import Draw, counter, stream_seed, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler
-from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.scoring import Scored, sampled_scalars
 from semrl_jax.sampling.source import Sample
 from semrl_jax.sampling.splicing import joined, stopped
 from semrl_jax.settings.rollout import num_parts, part_tokens
@@ -90,7 +90,8 @@ class InParts:
         if not self._batches or step - self._batches[0].step + 1 < num_parts(self.config.rollout):
             return None
         batch = self._batches.pop(0)
-        return Sample(self._complete(batch), batch.position, {})
+        scored = self._complete(batch)
+        return Sample(scored, batch.position, sampled_scalars(scored, self.config.rollout))
 
     def _begin(self, step: int, position: Position) -> None:
         count, sampler = self.config.data.prompts_per_step, self.sampler

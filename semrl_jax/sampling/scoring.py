@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -68,6 +69,7 @@ class Scored(Sequence[ScoredRollout]):
             [item for part in parts for item in part],
             joined([(len(part), part.metrics) for part in parts]),
             None if not parts or any(s is None for s in states) else np.concatenate(states),
+            sum(part.num_dropped for part in parts),
         )
 
     def __len__(self) -> int:
@@ -90,7 +92,8 @@ class Scored(Sequence[ScoredRollout]):
 
     def in_order(self) -> Scored:
         order = [(item.rollout.group_id, item.rollout.sample_index) for item in self]
-        return self.take(sorted(range(len(self)), key=order.__getitem__))
+        found = self.take(sorted(range(len(self)), key=order.__getitem__))
+        return dataclasses.replace(found, num_dropped=self.num_dropped)
 
     def with_metrics(self, metrics: Metrics) -> Scored:
         """Adds columns."""
@@ -161,6 +164,13 @@ def num_sampled_tokens(scored: Scored) -> int:
     return kept + scored.num_dropped
 
 
+def sampled_scalars(scored: Scored, rollout: ml_collections.ConfigDict) -> dict[str, float]:
+    """For the log, if some of the tokens that are sampled for a batch are not in it."""
+    if not rollout.hint_rounds and rollout.given_when != "failed":
+        return {}
+    return {"rollout/num_sampled_tokens": float(num_sampled_tokens(scored))}
+
+
 def _turn_characters(rollout: Rollout, text: Callable[[np.ndarray], str]) -> list[int]:
     """Characters of each run of the response mask; [] if the parts do not make the whole text."""
     ends = np.cumsum(lengths_of_runs(rollout.response_mask))
@@ -169,17 +179,18 @@ def _turn_characters(rollout: Rollout, text: Callable[[np.ndarray], str]) -> lis
 
 
 def verdict_columns(verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
-    """Verdicts as columns of `support.response_files`."""
+    """Verdicts as columns of `support.response_files`.
+
+    Benchmarks with verifiers of their own have other parts; what a verdict lacks is null.
+    """
+    names = dict.fromkeys(name for verdict in verdicts for name in verdict.parts)
     return {
         "extracted": [verdict.extracted for verdict in verdicts],
         "correct": [verdict.correct for verdict in verdicts],
         "score": [verdict.score for verdict in verdicts],
         "boxed": [verdict.boxed for verdict in verdicts],
         "verifier_error": [verdict.error for verdict in verdicts],
-    } | {
-        SCORES + name: [verdict.parts[name] for verdict in verdicts]
-        for name in (verdicts[0].parts if verdicts else ())
-    }
+    } | {SCORES + name: [verdict.parts.get(name) for verdict in verdicts] for name in names}
 
 
 def submit_turns(

@@ -17,7 +17,7 @@ from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.hints import Hints
 from semrl_jax.sampling.requests import counter, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler
-from semrl_jax.sampling.scoring import Scored, num_sampled_tokens
+from semrl_jax.sampling.scoring import Scored, sampled_scalars
 from semrl_jax.support.clock import Clock
 from semrl_jax.types import SampleRequest
 
@@ -112,9 +112,7 @@ class Rounds:
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
         scored = self.sample_round(step, 0, position, clock, "sample")
         after = self.after(position, self.config.data.prompts_per_step)
-        scalars = {}
-        if self.config.rollout.hint_rounds:
-            scalars["rollout/num_sampled_tokens"] = float(num_sampled_tokens(scored))
+        scalars = sampled_scalars(scored, self.config.rollout)
         return self.counted(Sample(scored, after, scalars), [self.correct(scored)], position)
 
     def sample_round(

@@ -66,7 +66,9 @@ COLUMNS = {
     "correct": Column(FLAG, "the verifier's verdict"),
     "score": Column(NUMBER, "reward from the verifier, before shaping"),
     "score/<name>": Column(
-        NUMBER, "score of one of several verifiers or verdicts; `score` is their weighted sum"
+        NUMBER,
+        "score of one of several verifiers or verdicts, null where another verifier has judged; "
+        "`score` is their weighted sum",
     ),
     "boxed": Column(FLAG, "whether the response has a complete box"),
     "verifier_error": Column(

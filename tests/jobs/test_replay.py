@@ -23,6 +23,7 @@ from semrl_jax.sampling.multi_turn import MultiTurn
 from semrl_jax.sampling.recorded import file_of
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.source import Counted
+from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop
 from semrl_jax.training.learner import Learner
@@ -326,6 +327,33 @@ def test_a_run_with_vllm_replays_from_its_records_alone(tmp_path, monkeypatch, c
     assert replay([run], 0, None, page, recorded=True) == 0
     assert "compared: rows of 2 steps, responses of 2 steps, grad" in capsys.readouterr().out
     refused("from recorded responses only", replay, [run], 0, None, page)
+
+
+def test_recorded_responses_of_a_quantised_engine_are_corrected_again(tmp_path):
+    config = recorded_config(**{
+        "rollout.engine": "vllm", "rollout.vllm_quantization": "fp8_per_tensor",
+        "rollout.weight_dtype": "bfloat16",
+    })  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"run_id": "a", "config": config.to_dict()}))
+    again = Replay(tmp_path, 0, 1, recorded=True).config()
+    assert importance_options(again)["level"] == importance_options(config)["level"] == "token"
+    chosen = {"algorithms.importance.level": "none"}
+    again = Replay(tmp_path, 0, 1, chosen, recorded=True).config()
+    assert importance_options(again)["level"] == "none"
+
+
+def test_a_change_of_a_setting_that_is_gone_is_one_line(tmp_path):
+    record = {"run_id": "a", "config": recorded_config().to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    starts = tmp_path / "starts.jsonl"
+    starts.write_text(
+        json.dumps({"step": 0, "changed": ["rollout.annealing.enabled: True -> False"]})
+    )
+    Replay(tmp_path, 0, 1).config()  # the value with which it did nothing
+    starts.write_text(
+        json.dumps({"step": 0, "changed": ["rollout.annealing.enabled: False -> True"]})
+    )
+    refused("has a setting that this version lacks", Replay(tmp_path, 0, 1).config)
 
 
 def test_two_runs_part_at_the_first_step_of_another_number(run, tmp_path, capsys):

@@ -94,8 +94,9 @@ def test_a_request_with_other_settings_differs():
     config = default.get_config()
     request = sample.request_of(config, "evaluation.n")
     config.evaluation.n += 1
+    config.rollout.vllm_quantization = "fp8_per_tensor"
     config.evaluation.metrics = True
     changed = sample.request_of(config, "evaluation.n")
     differing = {name for name in changed if request.get(name) != changed[name]}
     measuring = {"evaluation.metrics", "evaluation.metric_options", "evaluation.metric_series"}
-    assert differing == {"evaluation.n", *measuring}
+    assert differing == {"evaluation.n", "rollout.vllm_quantization", *measuring}

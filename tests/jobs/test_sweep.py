@@ -2,15 +2,18 @@
 
 import io
 import math
+import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 from scipy import stats
 
-from semrl_jax.jobs.sweep import Planned, Variant, plan, variants_of
+from launch.sweep import arguments_of_runs
+from semrl_jax.jobs.sweep import Planned, Sweep, Variant, plan, variants_of
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.over_seeds import Estimate, compared, compared_key
+from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
 
@@ -43,22 +46,52 @@ def test_a_grid_a_list_and_a_draw(tmp_path):
     assert odd.variant.directory == "template=a_b_input_" and not odd.is_finished
 
 
+def test_the_runs_get_the_flags_of_the_config_alone(monkeypatch):
+    of_config = ["--config=a.py", "--config.seed", "-1", "--noconfig.c.d", "--config.data.shuffle"]
+    for others in ([], ["--vary=e.f=1,2"], ["-quiet"]):
+        monkeypatch.setattr(sys, "argv", ["launch.sweep", *of_config, *others])
+        assert arguments_of_runs() == of_config
+
+
 def test_a_run_is_finished_at_the_steps_that_are_asked_for_now(tmp_path):
     variants = variants_of(["training.num_steps=5,9"], [""])
     (short, long, default) = plan(variants, [0], tmp_path, 7)
     assert [run.num_steps for run in (short, long, default)] == [5, 9, 7]
     for run in (short, long, default):
         (run.workdir / "checkpoints" / "7").mkdir(parents=True)
+        run.log.write_text("step    7/7\n")  # its last evaluation is missing
+        assert not run.is_finished
+        run.log.write_text("step    7/7\ndone: 7 steps\nnext:\n")
     assert [run.is_finished for run in (short, long, default)] == [True, False, True]
     assert not default._replace(num_steps=8).is_finished  # the same command with more steps
+    # The default of num_steps says nothing about a run of epochs.
+    (of_variant,) = plan([Variant((("training.num_epochs", "2"),), "e")], [0], tmp_path, 7)
+    (of_config,) = plan([Variant(())], [0], tmp_path, 7, num_epochs=2)
+    for run in (of_variant, of_config):
+        (run.workdir / "checkpoints" / "7").mkdir(parents=True, exist_ok=True)
+        assert run.num_steps is None and not run.is_finished
     with pytest.raises(UserError, match=r"training\.num_steps=many must be a whole number"):
         plan(variants_of(["training.num_steps=many"], []), [0], tmp_path, 7)
+
+
+def test_more_runs_than_replicas_are_refused_before_any_begins(tmp_path):
+    """A replica refuses the weights of a second run, and a mistake ends all other runs."""
+    slots = [["--config.rollout.addresses=a:1"], ["--config.rollout.addresses=b:1"]]
+    planned = plan([Variant(())], [0, 1, 2], tmp_path, 7)
+    for run in planned:
+        run.workdir.mkdir(parents=True)  # so that nothing is left to check
+    message = "--replicas names 2, and 3 runs are not finished"
+    assert message in refused(".", Sweep([], slots, Reporter()).check, planned)
+    (planned[0].workdir / "checkpoints" / "7").mkdir(parents=True)
+    planned[0].log.write_text("done: 7 steps\n")
+    Sweep([], slots, Reporter()).check(planned)
+    Sweep([], [[]], Reporter()).check(planned)  # each run has replicas of its own
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((["a"], []), "--vary='a' must be FIELD=VALUE,VALUE"),
+        ((["a"], []), "--vary='a' must be FIELD=VALUE,VALUE, such as rollout.group_size=4,8"),
         ((["a="], []), "--vary='a=' must be FIELD=VALUE,VALUE"),
         ((["a=1,2"], [], 3), "--random=3 is more than the 2 combinations"),
         (([], ["a b=1"]), "--variant='a b=1' must be FIELD=VALUE FIELD=VALUE"),

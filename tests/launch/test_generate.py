@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from configs import default
 from tests.fixtures import save_model
 from tests.launch.conftest import ROOT, start, succeed
 from tests.launch.test_bad_input import assert_each_is_one_line
@@ -200,6 +201,16 @@ def test_a_study_of_the_recorded_states(inputs, undisturbed, tmp_path):
     assert (tmp_path / "figure1.png").stat().st_size > 10_000
     prompts = pq.read_table(tmp_path / "prompts.parquet")
     assert len(prompts) == NUM_PROMPTS and "lidar" in prompts.column_names
+
+
+def test_prompts_need_no_solutions_after_a_run_with_hints(inputs, tmp_path):
+    config = default.get_config()
+    config.rollout.hint_rounds = 3
+    record = tmp_path / "config.json"
+    record.write_text(json.dumps({"run_id": "a", "config": config.to_dict()}))
+    of_run = f"--config={ROOT / 'configs' / 'recorded.py'}:{record}"
+    done = succeed("launch.generate", of_run, *command(inputs, tmp_path / "out"), "--dry_run")
+    assert "all checks passed" in done.stdout
 
 
 def test_mistakes_are_named(inputs, undisturbed, tmp_path):

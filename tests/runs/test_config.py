@@ -330,7 +330,12 @@ def test_rules_about_the_number_of_steps_hold_with_epochs(config, tmp_path):
     config.update_from_flattened_dict(
         {"training.num_epochs": 1, "data.num_prompts": 4, "rollout.max_staleness": 2}
     )
-    validate(config)  # 3 steps
+    # The default of num_steps, which epochs replace, refuses nothing.
+    config.training.num_steps = 2
+    config.profile.steps = "3:4"
+    config.algorithms.name, config.critic.warmup_steps = "ppo", 2
+    validate(config)
+    config.profile.steps, config.algorithms.name = "", "grpo"
     refused(
         "max_staleness=2 must be below training.num_steps=1", train, config, str(tmp_path / "a")
     )

@@ -110,6 +110,12 @@ def test_recorded_responses_have_text_and_verdict(tmp_path):
     table = pq.read_table(tmp_path / "step_000005.parquet")
     assert table.column("score/math").to_pylist() == [0.5, 0.5]
     assert table.column("score/short").to_pylist() == [0.0, -1.0]
+    # A benchmark with a verifier of its own has other parts, or none.
+    parts = [make_scored(0, parts={"math": 0.5}), make_scored(1), make_scored(2, parts={"env": 1})]
+    write_rollouts(tmp_path, 6, Scored(parts), text, ["mine", "gsm8k", "played"])
+    table = pq.read_table(tmp_path / "eval_000006.parquet")
+    assert table.column("score/math").to_pylist() == [0.5, None, None]
+    assert table.column("score/env").to_pylist() == [None, None, 1.0]
     write_rollouts(tmp_path, 4, Scored(()), text, [])  # all problems are too long
     assert pq.read_table(tmp_path / "eval_000004.parquet").num_rows == 0
 

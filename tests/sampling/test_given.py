@@ -7,9 +7,10 @@ from semrl_jax.data import PromptExample
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.batch_scalars import batch_scalars
+from semrl_jax.sampling.exchange import pack_scored, unpack_scored
 from semrl_jax.sampling.given import with_given
 from semrl_jax.sampling.requests import Draw, training_draw
-from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens
+from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens, sampled_scalars
 from semrl_jax.training.probes.staleness import staleness
 from semrl_jax.types import VersionSpan, WeightVersion
 from tests.fixtures import make_scored
@@ -52,7 +53,9 @@ def test_given_responses_take_the_last_places_of_their_groups(config, when, size
         assert np.isnan(rollout.rollout_logprobs).all() and rollout.response_mask.all()
         assert found[row].verdict.correct and not found.metrics[KEY].valid[row]
         assert np.isnan(found.mean_states[row]).all()
-    assert num_sampled_tokens(found) == 2 * (len(found) - len(given))
+    assert num_sampled_tokens(found) == 2 * len(scored)  # also of those that are replaced
+    assert num_sampled_tokens(unpack_scored(pack_scored(found))) == 2 * len(scored)
+    assert bool(sampled_scalars(found, config.rollout)) == (when == "failed")
     assert found.metrics[KEY].valid.sum() == len(found) - len(given)
 
 
