@@ -31,7 +31,7 @@ RANDOM = flags.DEFINE_integer("random", 0, "combinations drawn of --vary; 0: all
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "config.seed of each run of a variant")
 PARALLEL = flags.DEFINE_integer("parallel", 1, "runs at a time", lower_bound=1)
 REPLICAS = flags.DEFINE_multi_string(
-    "replicas", [], "rollout.addresses of one run, until it is restarted; repeat it for each run"
+    "replicas", [], "rollout.addresses of one run at a time; repeat it, as many run at a time"
 )
 SUMMARIZE = flags.DEFINE_bool("summarize", False, "only sum up the runs that are there")
 QUIET = flags.DEFINE_bool("quiet", False, "print only the table and what needs attention")

@@ -450,6 +450,7 @@ class ReplicaDescription:
       base_digest: the digest of the base that it holds for adapters, "" if it holds none.
       routed_experts: the numbers of layers with experts, of experts per token, and of experts of a
         layer, if the engine can send the experts that tokens went to; else ().
+      is_free: whether the run of `version` has handed it over, so that another one may send weights.
     """
 
     protocol_major: int = 0
@@ -477,6 +478,7 @@ class ReplicaDescription:
     max_adapter_rank: int = 0
     base_digest: str = ""
     routed_experts: tuple[int, ...] = ()
+    is_free: bool = False
 
 
 def experts_dtype(num_experts: int) -> np.dtype:

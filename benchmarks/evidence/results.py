@@ -245,10 +245,13 @@ def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list
             return shown(100 * of(outcomes[name]).mean(), ".1f") if compared == base else ""
         return str(Gain.of(outcomes[name], outcomes[compared], of) or "")
 
+    def of_training(name: str, text: str) -> str:
+        return "" if name == START else text
+
     columns = {
         "seeds": lambda name: str(len(outcomes[name].seeds)),
-        "tokens": lambda name: f"{outcomes[name].tokens.mean() / 1e6:.2f} M",
-        "bonus": lambda name: f"{100 * outcomes[name].bonus.mean():.1f} %",
+        "tokens": lambda name: of_training(name, f"{outcomes[name].tokens.mean() / 1e6:.2f} M"),
+        "bonus": lambda name: of_training(name, f"{100 * outcomes[name].bonus.mean():.1f} %"),
         "over steps": lambda name: score(name, Outcome.over_steps),
         "pass@1": lambda name: score(name, first),
         "p": lambda name: shown(p_values.get(name, np.nan), ".2g"),

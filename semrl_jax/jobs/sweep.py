@@ -168,17 +168,7 @@ class Sweep:
         self._signal = 0
 
     def check(self, planned: Sequence[Planned]) -> None:
-        """Makes the dry run of one seed of each new variant; UserError of the first that fails.
-
-        Also for more runs than replicas: a replica belongs to the first run that uses it.
-        """
-        unfinished = sum(not run.is_finished for run in planned)
-        if any(self._slots) and unfinished > len(self._slots):
-            raise UserError(
-                f"--replicas names {len(self._slots)}, and {unfinished} runs are not finished; a "
-                "replica takes one run until it is restarted, so name as many, or fewer --seeds "
-                "now, and restart the replicas for the next ones."
-            )
+        """Makes the dry run of one seed of each new variant; UserError of the first that fails."""
         first = {run.variant: run for run in reversed(planned) if not run.workdir.exists()}
         for run in reversed(first.values()):
             command = [*self._command, *self._slots[0], *run.flags(), "--dry_run"]

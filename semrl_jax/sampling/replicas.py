@@ -66,11 +66,12 @@ def open_client(
 
     def check(description: ReplicaDescription) -> None:
         # Such a replica would refuse the weights, but only after the warm start.
-        if description.version and description.version.run_id != run_id:
+        version = description.version
+        if version and version.run_id != run_id and not description.is_free:
             raise UserError(
-                f"replica {description.replica_id} belongs to run "
-                f"{description.version.run_id!r:.100}, and this run is {run_id!r}; restart "
-                "the replica to use it here."
+                f"replica {description.replica_id} belongs to run {version.run_id!r:.100}, and "
+                f"this run is {run_id!r}; wait for the end of that run, or restart the replica if "
+                "it was killed."
             )
         _check_limits(description, config, num_problems, place[1])
 

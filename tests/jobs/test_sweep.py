@@ -10,10 +10,9 @@ from rich.console import Console
 from scipy import stats
 
 from launch.sweep import arguments_of_runs
-from semrl_jax.jobs.sweep import Planned, Sweep, Variant, plan, variants_of
+from semrl_jax.jobs.sweep import Planned, Variant, plan, variants_of
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.over_seeds import Estimate, compared, compared_key
-from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
 
@@ -72,20 +71,6 @@ def test_a_run_is_finished_at_the_steps_that_are_asked_for_now(tmp_path):
         assert run.num_steps is None and not run.is_finished
     with pytest.raises(UserError, match=r"training\.num_steps=many must be a whole number"):
         plan(variants_of(["training.num_steps=many"], []), [0], tmp_path, 7)
-
-
-def test_more_runs_than_replicas_are_refused_before_any_begins(tmp_path):
-    """A replica refuses the weights of a second run, and a mistake ends all other runs."""
-    slots = [["--config.rollout.addresses=a:1"], ["--config.rollout.addresses=b:1"]]
-    planned = plan([Variant(())], [0, 1, 2], tmp_path, 7)
-    for run in planned:
-        run.workdir.mkdir(parents=True)  # so that nothing is left to check
-    message = "--replicas names 2, and 3 runs are not finished"
-    assert message in refused(".", Sweep([], slots, Reporter()).check, planned)
-    (planned[0].workdir / "checkpoints" / "7").mkdir(parents=True)
-    planned[0].log.write_text("done: 7 steps\n")
-    Sweep([], slots, Reporter()).check(planned)
-    Sweep([], [[]], Reporter()).check(planned)  # each run has replicas of its own
 
 
 @pytest.mark.parametrize(

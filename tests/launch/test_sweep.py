@@ -1,17 +1,19 @@
-"""A sweep that is ended by a signal goes on, and repeats no run."""
+"""A sweep that is ended by a signal goes on, and repeats no run; one replica serves all runs."""
 
 import signal
 
 import pytest
 
-from tests.launch.conftest import TINY, read_until, run, start, succeed
+from tests.launch.conftest import TINY, read_until, run, start, start_replica, succeed
 
 
 @pytest.mark.soak
 def test_a_sweep_goes_on_after_a_signal(tmp_path):
     output = tmp_path / "sweep"
+    _, address = start_replica()
     arguments = [
         "launch.sweep", f"--config={TINY}", f"--output={output}", "--seeds=0",
+        f"--replicas={address}",
         "--vary=shaping.target=none,advantage", "--config.warm_start.num_steps=0",
         "--config.training.num_steps=2",
     ]  # fmt: skip

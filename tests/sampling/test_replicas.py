@@ -93,16 +93,17 @@ def test_a_replica_of_another_run_is_refused_before_a_warm_start(config, tmp_pat
     }
     arrays = [np.zeros(spec.shape, spec.dtype) for spec in FAKE_SPECS]
     with EmbeddedReplica(FakeEngine(**hashes)) as replica:
+        monkeypatch.setenv("SEMRL_ROLLOUT_TOKEN", replica.token)
+        config.rollout.addresses = (replica.address,)
+        config.rewards.num_workers = 1
         with RolloutClient(
             (replica.address,), replica.token, run_id="other", attempt_id="1"
         ) as client:
             client.connect(**hashes)
             client.sync_weights(FAKE_SPECS, lambda: iter(arrays), step=0)
-        monkeypatch.setenv("SEMRL_ROLLOUT_TOKEN", replica.token)
-        config.rollout.addresses = (replica.address,)
-        config.rewards.num_workers = 1
-        with pytest.raises(UserError, match=r"belongs to run 'other', and this run is '\w+'; rest"):
-            train(config, str(tmp_path / "runs" / "mine"))
+            message = r"belongs to run 'other', and this run is '\w+'; wait for the end"
+            with pytest.raises(UserError, match=message):
+                train(config, str(tmp_path / "runs" / "mine"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -67,7 +67,7 @@ class RolloutClient(contextlib.AbstractContextManager):
     Args:
       addresses: host:port of each replica.
       local: a replica of this process in place of addresses and token; the client closes it.
-      run_id: a replica belongs to the first run that sends it weights.
+      run_id: a replica belongs to the first run that sends it weights, until that client is closed.
       attempt_id: a new one for every start of the trainer.
       tls_ca: PEM file of the certificate authority; "" connects without TLS, to loopback only.
       share_memory: replicas on this machine read the weights from memory of this process, which
@@ -143,7 +143,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         """Ends all calls; those of other threads raise RuntimeError."""
         self._closed.set()
         for replica in [*self._replicas, *self._leaving]:
-            replica.close()
+            replica.close(self._run_id, self._attempt_id)
         # A sync in another thread may still write there; its calls have ended, so it fails soon.
         if self._memory is not None and self._one_sync.acquire(timeout=_SYNC_END_S):
             self._memory.close()
@@ -586,7 +586,7 @@ class RolloutClient(contextlib.AbstractContextManager):
             return
         for replica in [r for r in self._leaving if not r.load.num_calls]:
             self._leaving.remove(replica)
-            replica.close()
+            replica.close(self._run_id, self._attempt_id)
         for replica in [r for r in self._replicas if r not in replicas]:
             replica.is_leaving = True
             self._leaving.append(replica)  # until the next sync: it may still have a call

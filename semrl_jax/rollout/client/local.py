@@ -136,7 +136,7 @@ class LocalReplica(Replica):
     def release(self, weights: bool) -> None:
         self._service.release(weights)
 
-    def close(self) -> None:
+    def close(self, run_id: str = "", attempt_id: str = "") -> None:
         with self._closing:
             if self._is_closed:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -31,6 +32,7 @@ _OPTIONS = (
 
 _MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds deadlines up
 _MAX_TEXT = 100  # characters kept of a text that is shown
+_HAND_OVER_S = 2.0  # longest wait for a replica to say that it is handed over
 _CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 
 
@@ -68,6 +70,7 @@ class RemoteReplica(Replica):
         )
         self._tensor_sums = self._channel.unary_unary(f"/{codec.SERVICE_NAME}/TensorSums")
         self._sleep = self._channel.unary_unary(f"/{codec.SERVICE_NAME}/Sleep")
+        self._hand_over = self._channel.unary_unary(f"/{codec.SERVICE_NAME}/HandOver")
         # Takes serialised messages: one update goes to several replicas.
         self._update_weights = self._channel.stream_unary(f"/{codec.SERVICE_NAME}/UpdateWeights")
 
@@ -127,9 +130,17 @@ class RemoteReplica(Replica):
         """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes."""
         return self._start(self._update_weights.future, messages, timeout_s)
 
-    def close(self) -> None:
+    def close(self, run_id: str = "", attempt_id: str = "") -> None:
+        def end() -> None:
+            # One that does not answer, or is older than this call, still belongs to the run.
+            if run_id and self.description and not self.error:
+                request = pb.HandOverRequest(run_id=run_id, attempt_id=attempt_id)
+                with contextlib.suppress(grpc.RpcError, ValueError):
+                    self._call(self._hand_over, request.SerializeToString(), _HAND_OVER_S)
+            self._channel.close()
+
         # If a signal handler raised inside gRPC, a lock may be held for ever: limit the wait.
-        closing = threading.Thread(target=self._channel.close, name="close", daemon=True)
+        closing = threading.Thread(target=end, name="close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 

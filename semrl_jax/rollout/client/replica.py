@@ -183,8 +183,8 @@ class Replica(abc.ABC):
         """Sums of its tensors; ValueError if the reply is invalid, grpc.RpcError if none came."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Ends all calls."""
+    def close(self, run_id: str = "", attempt_id: str = "") -> None:
+        """Ends all calls; a replica in another process is handed over by this run, if it has one."""
 
     def set_aside(self, error: str, *, wait_s: float = 0.0) -> None:
         """Starts a pause without calls; it doubles with each consecutive failure."""

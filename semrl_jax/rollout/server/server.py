@@ -252,6 +252,7 @@ def _handlers(service: RolloutService) -> grpc.GenericRpcHandler:
         "Abort": grpc.unary_unary_rpc_method_handler(service.Abort),
         "TensorSums": grpc.unary_unary_rpc_method_handler(service.TensorSums),
         "Sleep": grpc.unary_unary_rpc_method_handler(service.Sleep),
+        "HandOver": grpc.unary_unary_rpc_method_handler(service.HandOver),
     }
     return grpc.method_handlers_generic_handler(codec.SERVICE_NAME, handlers)
 

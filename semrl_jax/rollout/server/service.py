@@ -88,7 +88,7 @@ class RolloutService:
         )
         self._version: WeightVersion | None = None
         self._base: Base | None = None  # in the weights, if these have an adapter
-        self._run_id = ""  # of the run that the replica belongs to
+        self._owner: tuple[str, str] | None = None  # run and attempt that sent the weights
         self._running: set[asyncio.Event] = set()  # one per Generate call, set at its end
         self._gate = asyncio.Event()  # closed while weights are committed
         self._gate.set()
@@ -108,6 +108,7 @@ class RolloutService:
             version=self._version,
             compiling=compilation.current(),
             base_digest=self._base.digest if self._base else "",
+            is_free=self._owner is None,
         )
 
     async def generate(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
@@ -186,11 +187,11 @@ class RolloutService:
         return await asyncio.shield(self._commit_task)
 
     def _check_run(self, run_id: str, refuses: str) -> None:
-        if self._run_id and run_id != self._run_id:
+        if self._owner and run_id != self._owner[0]:
             raise Refused(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"the replica belongs to run {self._run_id!r}; it {refuses} run {run_id!r}. "
-                "Restart the replica to hand it over.",
+                f"the replica belongs to run {self._owner[0]!r}; it {refuses} run {run_id!r}. It "
+                "is handed over when that run ends; if the run was killed, restart the replica.",
             )
 
     async def load(
@@ -279,6 +280,11 @@ class RolloutService:
 
     async def Sleep(self, request, context) -> pb.SleepResponse:
         return pb.SleepResponse(remark=await self.sleep(request.run_id))
+
+    async def HandOver(self, request, context) -> pb.HandOverResponse:
+        if self._owner == (request.run_id, request.attempt_id):
+            self._owner = None
+        return pb.HandOverResponse()
 
     async def Pause(self, request, context) -> pb.PauseResponse:
         counts = self.counts
@@ -500,7 +506,8 @@ class RolloutService:
         result = "failed"
         try:
             await self._engine.commit_weight_update(version)
-            self._version, self._base, self._run_id = version, base, version.run_id
+            self._version, self._base = version, base
+            self._owner = version.run_id, version.attempt_id
             self.counts.weight_step = version.step
             result = "committed"
             _log.info("serves weights %s", version)

@@ -48,6 +48,7 @@ def request_readers(limits: ReplicaDescription, specs: Sequence[TensorSpec]) -> 
     small = {"Describe": pb.DescribeRequest, "Pause": pb.PauseRequest}
     small |= {"Resume": pb.ResumeRequest, "Abort": pb.AbortRequest}
     small |= {"TensorSums": pb.TensorSumsRequest, "Sleep": pb.SleepRequest}
+    small |= {"HandOver": pb.HandOverRequest}
     readers = {name: Reader(kind.FromString) for name, kind in small.items()}
 
     # Twice the tensors, so that the codec can name missing and extra ones.

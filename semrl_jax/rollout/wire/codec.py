@@ -41,7 +41,7 @@ from semrl_jax.types import (
 )
 
 PROTOCOL_MAJOR = 3
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 # Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change

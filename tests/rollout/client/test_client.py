@@ -50,7 +50,7 @@ def test_connect_returns_descriptions(world):
     client = world.client(*replicas, connect=False)
     first, second = client.connect(**FAKE)
     assert first.engine == second.engine == "fake"
-    assert (first.protocol_major, first.protocol_minor) == (3, 1)
+    assert (first.protocol_major, first.protocol_minor) == (3, 2)
     assert first.replica_id != second.replica_id
     assert first.version is None
     assert client.lines == []

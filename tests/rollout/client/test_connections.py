@@ -16,7 +16,7 @@ import pytest
 
 from semrl_jax.rollout.engines.vllm import _Staging
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
-from tests.cases import raised
+from tests.cases import raised, refused
 from tests.rollout.conftest import (
     TOKEN,
     assert_complete,
@@ -218,6 +218,27 @@ def test_two_trainers_at_once(world):
     received += rollouts
     assert_complete(received, requests, sampling, version=version)
     np.testing.assert_array_equal(replica.engine.weights["norm.weight"], make_arrays()[1])
+
+
+def test_a_client_that_is_closed_hands_its_replicas_over(world):
+    replica = world.replica()
+    first, other = world.client(replica), world.client(replica, run_id="other")
+    sync(first, specs=FAKE_SPECS)
+    other.close()  # it never owned the replica
+    second = world.client(replica, run_id="second")
+    refused("belongs to run 'run'", sync, second, 2.0, 0, FAKE_SPECS)
+    first.close()
+    assert sync(second, 2.0, 0, FAKE_SPECS).run_id == "second"
+
+
+def test_a_dead_replica_does_not_hold_up_the_end(world):
+    replica = world.replica()
+    client = world.client(replica)
+    sync(client, specs=FAKE_SPECS)
+    replica.close()
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 5
 
 
 @pytest.fixture

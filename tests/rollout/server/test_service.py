@@ -119,6 +119,7 @@ def all_calls(channel):
         "Abort": (stub.Abort, pb.AbortRequest()),
         "TensorSums": (stub.TensorSums, pb.TensorSumsRequest()),
         "Sleep": (stub.Sleep, pb.SleepRequest(run_id="run")),
+        "HandOver": (stub.HandOver, pb.HandOverRequest(run_id="run", attempt_id="attempt")),
         "Health.Check": (health.Check, health_pb2.HealthCheckRequest()),
         "Health.Watch": (health.Watch, health_pb2.HealthCheckRequest()),
         "Reflection": (reflection.ServerReflectionInfo, iter([query])),
@@ -127,7 +128,7 @@ def all_calls(channel):
 
 
 CALLS = list(all_calls(grpc.insecure_channel("127.0.0.1:1")))
-OURS = CALLS[:8]
+OURS = CALLS[:9]
 
 
 def test_every_method_of_the_service_is_listed():
@@ -412,6 +413,24 @@ def test_sleep_waits_for_a_commit_whose_caller_left(world):
     stub.Sleep(pb.SleepRequest(run_id="run"), **options)
     assert replica.engine.num_sleeps == 1
     assert not stub.Describe(pb.DescribeRequest(), **options).HasField("version")
+
+
+def test_another_run_may_send_weights_once_the_owner_has_handed_the_replica_over(world):
+    replica, stub, options, version = synced(world)
+    others = update_messages(run_id="second")
+    code, message = refusal(stub.UpdateWeights, iter(others), **options)
+    assert code == CODES.PERMISSION_DENIED and "belongs to run 'run'" in message
+    for run_id, attempt_id in (("second", version.attempt_id), (version.run_id, "an older one")):
+        stub.HandOver(pb.HandOverRequest(run_id=run_id, attempt_id=attempt_id), **options)
+        assert not stub.Describe(pb.DescribeRequest(), **options).is_free
+    own = pb.HandOverRequest(run_id=version.run_id, attempt_id=version.attempt_id)
+    stub.HandOver(own, **options)
+    described = stub.Describe(pb.DescribeRequest(), **options)
+    assert described.is_free and codec.decode_version(described.version) == version  # still served
+    stub.UpdateWeights(iter(others), **options)
+    assert not stub.Describe(pb.DescribeRequest(), **options).is_free
+    code, _ = refusal(stub.UpdateWeights, iter(update_messages()), **options)
+    assert code == CODES.PERMISSION_DENIED
 
 
 def test_slow_reader_holds_the_engine_back(world):

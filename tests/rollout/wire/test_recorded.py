@@ -58,6 +58,7 @@ DESCRIPTION = ReplicaDescription(
     calls_at_once=4,
     compiling="decode_chunk for 12 s",
     max_adapter_rank=64,
+    is_free=True,
     base_digest="b" * 64,
     routed_experts=(2, 2, 8),
 )
@@ -164,6 +165,7 @@ def messages():
         "tensor_sums_response": codec.encode_sums(VERSION, SUMS),
         "sleep_request": pb.SleepRequest(run_id="run-7"),
         "sleep_response": pb.SleepResponse(remark="it frees nothing"),
+        "hand_over_request": pb.HandOverRequest(run_id="run-7", attempt_id="attempt-2"),
     }
     for name, rollout in (("inline", SMALL), ("chunked", LARGE), ("measured", MEASURED)):
         found[f"generate_response_{name}"], *chunks = codec.encode_rollout(rollout)
@@ -206,6 +208,7 @@ def test_what_was_recorded_is_read():
     message = pb.TensorSumsResponse.FromString(recorded("tensor_sums_response"))
     assert tuple(codec.decode_sums(message)) == SUMS
     assert readers["Sleep"].read(recorded("sleep_request")).run_id == "run-7"
+    assert readers["HandOver"].read(recorded("hand_over_request")).attempt_id == "attempt-2"
 
 
 def test_a_weight_update_is_read():
