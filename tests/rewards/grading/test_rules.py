@@ -150,6 +150,19 @@ def test_a_small_difference_is_no_zero():
     assert not equal(r"10^{-34}\sqrt{2}", "0")
 
 
+@pytest.mark.parametrize(
+    ("answer", "decimal"),
+    [
+        (r"1.2 \cdot 3", "3.6"), (r"\sqrt{0.09}", "0.3"), ("0.6^2", "0.36"),
+        (r"\cos(60^\circ)", "0.5"),
+    ],
+)  # fmt: skip
+def test_a_short_decimal_is_what_has_exactly_its_value(answer, decimal):
+    assert equal(answer, decimal) and equal(decimal, answer)
+    assert not equal(answer, decimal.replace("3", "4").replace("5", "6"))
+    assert not equal(r"\pi", "3.14") and not equal(r"\frac{\sqrt{2}}{2}", "0.7")
+
+
 def test_braces_tell_numbers_apart():
     assert not equal(r"\frac{1}{23}", r"\frac{12}{3}")
     assert not equal("2^{34}", "2^{3}4")
