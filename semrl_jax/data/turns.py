@@ -150,7 +150,7 @@ class ChatTurns:
         """What is continued with token ids, which may have been truncated."""
         try:
             ids = [int(i) for message in messages for i in json.loads(message["content"])]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RecursionError):
             reason = "its token ids are no list; environment.max_observation_chars may be too small"
             return Continued(None, [], reason)
         if not ids or not 0 <= min(ids) <= max(ids) < len(self._tokenizer):
