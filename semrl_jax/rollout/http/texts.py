@@ -113,11 +113,13 @@ def _as_templates_take(message: Mapping[str, Any]) -> dict[str, Any]:
     if message["role"] == "developer":  # OpenAI's newer name of it, which most templates ignore
         message["role"] = "system"
     for call in message.get("tool_calls", ()):
-        function = call.get("function", {})
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise ValueError("messages: a tool call must have an object as 'function'.")
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ValueError("messages: a tool call's arguments must be JSON.") from None
     return message
 
