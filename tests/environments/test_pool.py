@@ -294,6 +294,19 @@ def test_episodes_without_a_descriptor_cost_no_other_one():
         assert not play(environments, "one")[0].error
 
 
+def test_an_episode_without_a_process_costs_no_other_one(capfd):
+    with EnvironmentPool(section(f"{USERS}:FewProcesses")) as environments:
+        (begin,) = environments.openings(seed=1, count=1)
+        refused_one, kept, late = (environments.open(begin) for _ in range(3))
+        errors = [each.step("a").result(timeout=60).error for each in (refused_one, kept, late)]
+        assert sorted(map(bool, errors)) == [False, True, True]
+        (good,) = [each for each, error in zip((refused_one, kept, late), errors) if not error]
+        assert not good.step("a").result(timeout=60).error  # the home still lives
+        for each in (refused_one, kept, late):
+            each.end()
+    assert "an episode cannot begin: [Errno 11]" in capfd.readouterr().err
+
+
 def test_an_environment_that_forks_while_it_is_made_has_one_home(path):
     with EnvironmentPool(section(f"{USERS}:Forks:path={path}")) as environments:
         wait_until(lambda: not is_running(int(path.read_text())))
