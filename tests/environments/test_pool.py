@@ -263,6 +263,11 @@ def test_a_home_that_is_stopped_is_replaced(monkeypatch):
         wait_until(lambda: not play(environments, "end")[0].error)
 
 
+def test_the_last_attempt_to_make_a_home_counts(tmp_path):
+    with EnvironmentPool(section(f"{USERS}:Late:path={tmp_path / 'made'}")) as environments:
+        assert not play(environments, "one")[0].error
+
+
 def test_a_second_home_that_cannot_be_made_costs_its_episodes(tmp_path):
     name = f"{USERS}:Once:path={tmp_path / 'made'}"
     with EnvironmentPool(section(name)) as environments:

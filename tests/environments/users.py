@@ -236,6 +236,17 @@ class Once(Hostile):
             pass
 
 
+class Late(Hostile):
+    """Ends its process when it is made, except for the third time."""
+
+    def __init__(self, path):
+        super().__init__()
+        with open(path, "a") as file:
+            file.write("x")
+            if file.tell() < 3:
+                os._exit(3)
+
+
 class Forks(Hostile):
     """Two processes return from making it."""
 
