@@ -89,6 +89,8 @@ def test_relations():
         (r"(1,2) \cup \{2\}", "(1,2]", True), ("x > 2", "y > 2", False),
         (r"x^2 < 2", r"(-\sqrt{2}, \sqrt{2})", True), (r"x \in [1,2)", "1 <= x < 2", True),
         (r"x < 1 \text{ or } x > 2", r"x < 1 \text{ and } x > 2", False),
+        (r"x \neq 0", r"(-\infty,0) \cup (0,\infty)", True), ("x + 1 > 0", "x > -1", True),
+        ("-x > 0", "x > 0", False),
     ],
 )  # fmt: skip
 def test_sets_are_equal_if_they_have_the_same_numbers(a, b, same):
