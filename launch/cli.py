@@ -31,8 +31,8 @@ from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import DISK_ERRNOS, UserError
 
 EXIT_USER_ERROR = 2
-# Reading a path that the user named fails with these: too long, or in a closed directory.
-PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES)
+# A path that the user named fails with these: too long, in a closed directory, or below a file.
+PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR)
 # Nobody reads: a pipe's reader has ended, or the terminal was closed.
 GONE_ERRNOS = (errno.EPIPE, errno.EIO)
 EXAMPLES = {"config": "configs/quickstart.py", "workdir": "runs/quickstart"}

@@ -82,7 +82,7 @@ class ChatTurns:
         self._controls = sorted(
             str(token) for i, token in added if token.special or i in self._ends
         )
-        self._tools = json.loads(self._marked_text(json.dumps(tools, ensure_ascii=False)))
+        self._tools = self._marked(tools)
 
     def begun(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[Continued]:
         """Transcripts of prompts, with the token ids of each."""
@@ -150,7 +150,7 @@ class ChatTurns:
         """What is continued with token ids, which may have been truncated."""
         try:
             ids = [int(i) for message in messages for i in json.loads(message["content"])]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RecursionError):
             reason = "its token ids are no list; environment.max_observation_chars may be too small"
             return Continued(None, [], reason)
         if not ids or not 0 <= min(ids) <= max(ids) < len(self._tokenizer):
@@ -209,8 +209,13 @@ class ChatTurns:
             "policy keeps its own tokens, with these blanks"
         ]
 
-    def _marked(self, message: Mapping[str, str]) -> Mapping[str, str]:
-        return {**message, "content": self._marked_text(message["content"])}
+    def _marked(self, value: Any) -> Any:
+        """A message or schema with marks in all its texts: a template may write any of them."""
+        if isinstance(value, str):
+            return self._marked_text(value)
+        if isinstance(value, Mapping):
+            return {self._marked(key): self._marked(each) for key, each in value.items()}
+        return [*map(self._marked, value)] if isinstance(value, list | tuple) else value
 
     def _marked_text(self, text: str) -> str:
         text = _MARKS.sub("\ufffd", text)

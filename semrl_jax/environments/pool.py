@@ -248,7 +248,7 @@ class EnvironmentPool:
                     self._starting = None
                     if problem == "" and self._failure is None:
                         self._home = home
-                        continue
+                        return home
                 home.end()
                 if problem:
                     self._fail(UserError(problem))

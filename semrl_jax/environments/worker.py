@@ -90,7 +90,12 @@ def main() -> int:
         order = json.loads(message)
         if "open" in order:
             home = os.getpid()
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # a limit of processes: the other episodes go on
+                print(f"an episode cannot begin: {error}", file=sys.stderr)
+                os.close(sockets[0])
+                continue
             if pid == 0:
                 control.close()
                 os.setpgid(0, 0)  # a signal to the group of an episode's parent spares the others

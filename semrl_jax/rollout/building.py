@@ -29,7 +29,7 @@ from semrl_jax.models import (
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine
-from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE
+from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE, check_token, read_file
 from semrl_jax.settings.rollout import longest_prompt
 from semrl_jax.support.cores import cores_of_child
 from semrl_jax.support.errors import UserError
@@ -242,12 +242,7 @@ def engine_mesh(
 def read_token(token_file: str) -> str:
     """The replicas' token from a file or $SEMRL_ROLLOUT_TOKEN; never from a command line."""
     if token_file:
-        try:
-            token = pathlib.Path(token_file).read_text().strip()
-        except OSError as error:
-            raise UserError(
-                f"rollout.token_file={token_file} cannot be read: {error.strerror}."
-            ) from None
+        token = read_file("rollout.token_file", token_file).decode("ascii", "replace").strip()
     else:
         token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
@@ -255,4 +250,4 @@ def read_token(token_file: str) -> str:
             "the replicas' token is empty: name a file by rollout.token_file or set "
             f"${TOKEN_VARIABLE}."
         )
-    return token
+    return check_token(token)

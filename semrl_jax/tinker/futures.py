@@ -117,7 +117,7 @@ class Futures:
 
     def end(self, request: Request, ended: Ended) -> None:
         text = json.dumps({"error": ended.error, "is_users": ended.is_users})
-        body = request.body if request.kind in REPEATED else b""
+        body = request.body if _is_repeated(request, ended) else b""
         self._run(
             "UPDATE requests SET is_ended = 1, result = ?, error = ?, body = ? WHERE id = ?",
             ended.result, text, body, request.id,
@@ -173,3 +173,13 @@ class Futures:
     def _run(self, query: str, *values: Any) -> sqlite3.Cursor:
         with self._lock:
             return self._database.execute(query, values)
+
+
+def _is_repeated(request: Request, ended: Ended) -> bool:
+    """Whether a server that starts from an earlier snapshot has to do the request again.
+
+    A pass adds to a gradient at its end only. One that failed, or went forward only, left nothing.
+    """
+    if request.kind == "forward_backward":
+        return not ended.error and request.content.is_backward
+    return request.kind in REPEATED

@@ -7,8 +7,23 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from semrl_jax.tinker.weights import UNNAMED, is_ours
+
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
+
+
+def _free(name: str) -> str:
+    if is_ours(name):
+        raise ValueError(
+            f"the server itself uses names that begin with {UNNAMED!r}, or end in '.writing' or "
+            "'.replaced'; choose another"
+        )
+    return name
+
+
+FileName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"), pydantic.AfterValidator(_free)
+]
 Number = Annotated[int, Field(ge=0, lt=2**62)]
 Metadata = dict[str, str] | None
 

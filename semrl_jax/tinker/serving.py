@@ -83,7 +83,12 @@ def serve(
     announce: Callable[[str], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT; raises UserError."""
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(
+            f"--workdir={workdir} cannot be made: {error.strerror}; name another directory."
+        ) from None
     path = config.model.path
     tokenizer_id = os.path.abspath(path) if os.path.isdir(path) else path
 

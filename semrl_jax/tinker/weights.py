@@ -15,8 +15,15 @@ WEIGHTS, SAMPLERS, SNAPSHOTS = "weights", "sampler_weights", "snapshots"  # fold
 UNNAMED = "unnamed-"  # begins the names of weights that only a sampling session knows
 _SCHEME = "tinker://"
 _TYPES = {WEIGHTS: "training", SAMPLERS: "sampler"}
-_PATH = re.compile(rf"{_SCHEME}([\w:-]+)/({WEIGHTS}|{SAMPLERS})/([\w-][\w.-]*)", re.ASCII)
+_PATH = re.compile(
+    rf"{_SCHEME}([\w:-]{{1,128}})/({WEIGHTS}|{SAMPLERS})/([\w-][\w.-]{{0,127}})", re.ASCII
+)
 _REPLACED, _WRITING = ".replaced", ".writing"  # suffixes of `replacing_directory`
+
+
+def is_ours(name: str) -> bool:
+    """Whether a directory of this name may be hidden, replaced or removed by the server itself."""
+    return name.startswith(UNNAMED) or name.endswith((_REPLACED, _WRITING))
 
 
 def path_of(model: str, folder: str, name: str) -> str:
@@ -48,7 +55,7 @@ def checkpoints(root: pathlib.Path, model: str) -> list[dict[str, Any]]:
     for folder, kind in _TYPES.items():
         for directory in root.joinpath(model, folder).glob("*"):
             name = directory.name
-            if name.startswith(UNNAMED) or directory.suffix in (_REPLACED, _WRITING):
+            if is_ours(name):
                 continue
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 files = [file.stat() for file in directory.iterdir()]

@@ -224,8 +224,12 @@ class Work:
                 raise ValueError(f"model_id={model!r:.80} does not exist on this server.")
             trained = self._trainer.load(found[-1], optimizer=True)
             self._keep(model, trained)
-            for request in self._futures.since(model, trained.seq):
-                self._repeat(request)
+            try:
+                for request in self._futures.since(model, trained.seq):
+                    self._repeat(request)
+            except BaseException:
+                del self._models[model]  # it lacks steps
+                raise
         self._models[model] = self._models.pop(model)  # the last one used is last
         return self._models[model]
 

@@ -292,10 +292,11 @@ def test_token_ids_are_taken_as_they_are():
     assert given.token_ids == [5, 6, 3] and given.transcript.is_of_ids
     assert text == turns.begun([USER])[0] and not text.transcript.is_of_ids
     assert turns.check(ids("[5]"), ids("[6]")) == []
-    transcripts = [given.transcript, text.transcript, *[given.transcript] * 3]
-    answers = [ids("[3]"), USER, ids("[5, 6"), ids("[]"), ids("[5, 100000]")]
-    found = turns.continued(transcripts, answers, [3] * 5)
+    wrong = ("[5, 6", "[" * 5000, "[1e999]", "[]", "[5, 100000]")
+    transcripts = [given.transcript, text.transcript, *[given.transcript] * 5]
+    found = turns.continued(transcripts, [ids("[3]"), USER, *map(ids, wrong)], [3] * 7)
     assert found[0].token_ids == [3]  # also after an end token
     assert found[1] == turns.continued([text.transcript], [USER], [3])[0]
-    errors = ["max_observation_chars may be too small", "are none", "not all in the vocabulary"]
+    no_list = "max_observation_chars may be too small"
+    errors = [no_list, no_list, no_list, "are none", "not all in the vocabulary"]
     assert all(error in each.error for error, each in zip(errors, found[2:], strict=True))

@@ -114,10 +114,10 @@ def test_a_streamed_call_can_be_joined(asking):
 
 
 ASKS = """
-import json, os, urllib.request
+import json, os, re, urllib.request
 
-def ask(body, path="/chat/completions", **headers):
-    url = os.environ["OPENAI_BASE_URL"] + path
+def ask(body, path="/chat/completions", base=os.environ["OPENAI_BASE_URL"], **headers):
+    url = base + path
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
             return json.load(answer)
@@ -127,6 +127,9 @@ def ask(body, path="/chat/completions", **headers):
 wrong = [ask(b"no JSON"), ask(b"{}"), ask(b'{"messages": [1]}')]
 assert all("cannot be read" in each["error"]["message"] for each in wrong), wrong
 assert ask(None, "/models/policy")["id"] == "policy"
+stranger = re.match("http://[^/]+", os.environ["OPENAI_BASE_URL"])[0] + "/v1"  # knows the port
+for body in (b'{"messages": [{"role": "user", "content": "Hello."}]}', None):
+    assert "OPENAI_BASE_URL" in ask(body, base=stranger)["error"]["message"]
 ask(json.dumps({"messages": [{"role": "developer", "content": os.environ["SEED"]}]}).encode())
 """
 

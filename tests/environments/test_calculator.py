@@ -53,3 +53,10 @@ def test_the_last_number_is_the_answer(message, reward):
     environment = Environment()
     environment.reset({"expression": "1 - 1235", "answer": "-1234"}, seed=0)
     assert environment.step(message) == Turn((), reward, True)
+
+
+@pytest.mark.parametrize(("message", "reward"), [("It is 5.", 1.0), ("2.5", 0.0), (".5", 0.0)])
+def test_the_digits_after_a_point_are_no_number(message, reward):
+    environment = Environment()
+    environment.reset({"expression": "2 + 3", "answer": "5"}, seed=0)
+    assert environment.step(message) == Turn((), reward, True)

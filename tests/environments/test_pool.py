@@ -263,6 +263,11 @@ def test_a_home_that_is_stopped_is_replaced(monkeypatch):
         wait_until(lambda: not play(environments, "end")[0].error)
 
 
+def test_the_last_attempt_to_make_a_home_counts(tmp_path):
+    with EnvironmentPool(section(f"{USERS}:Late:path={tmp_path / 'made'}")) as environments:
+        assert not play(environments, "one")[0].error
+
+
 def test_a_second_home_that_cannot_be_made_costs_its_episodes(tmp_path):
     name = f"{USERS}:Once:path={tmp_path / 'made'}"
     with EnvironmentPool(section(name)) as environments:
@@ -292,6 +297,19 @@ def test_episodes_without_a_descriptor_cost_no_other_one():
         few = f"crash: {highest + 10} descriptors (ulimit -n) are too few for all open episodes; "
         assert len(errors) == 2 and "" in errors and max(errors).startswith(few)
         assert not play(environments, "one")[0].error
+
+
+def test_an_episode_without_a_process_costs_no_other_one(capfd):
+    with EnvironmentPool(section(f"{USERS}:FewProcesses")) as environments:
+        (begin,) = environments.openings(seed=1, count=1)
+        refused_one, kept, late = (environments.open(begin) for _ in range(3))
+        errors = [each.step("a").result(timeout=60).error for each in (refused_one, kept, late)]
+        assert sorted(map(bool, errors)) == [False, True, True]
+        (good,) = [each for each, error in zip((refused_one, kept, late), errors) if not error]
+        assert not good.step("a").result(timeout=60).error  # the home still lives
+        for each in (refused_one, kept, late):
+            each.end()
+    assert "an episode cannot begin: [Errno 11]" in capfd.readouterr().err
 
 
 def test_an_environment_that_forks_while_it_is_made_has_one_home(path):

@@ -1,6 +1,7 @@
 """Environments as users might write them, imported by name in their processes."""
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -36,6 +37,21 @@ class Vowels:
 
 class BothSides(Vowels):
     is_self_play = True
+
+
+class FewProcesses(Vowels):
+    """The system refuses every second process of an episode."""
+
+    def __init__(self):
+        super().__init__()
+        home, fork, count = os.getpid(), os.fork, itertools.count()
+
+        def limited():
+            if os.getpid() == home and next(count) % 2:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            return fork()
+
+        os.fork = limited
 
 
 class Hostile:
@@ -218,6 +234,17 @@ class Once(Hostile):
         super().__init__()
         with open(path, "x"):
             pass
+
+
+class Late(Hostile):
+    """Ends its process when it is made, except for the third time."""
+
+    def __init__(self, path):
+        super().__init__()
+        with open(path, "a") as file:
+            file.write("x")
+            if file.tell() < 3:
+                os._exit(3)
 
 
 class Forks(Hostile):

@@ -106,7 +106,8 @@ def test_rollout_names_the_mistake(tmp_path):
             ([config, "--host=0.0.0.0", "--port=0"], "needs TLS"),
             ([config, "--config.rollout.jax_chunk_tokens=0"], "jax_chunk_tokens=0 must be above 0"),
             ([config, "--engine=abacus"], "--engine=abacus: value should be one of <jax|"),
-            ([config, "--config.rollout.token_file=/nowhere"], "token_file=/nowhere cannot be re"),
+            ([config, "--config.rollout.token_file=/nowhere"], "token_file='/nowhere' cannot be r"),
+            ([config, f"--config.rollout.token_file={sys.executable}"], "one printable ASCII word"),
             imports=["semrl_jax.rollout.building", "semrl_jax.rollout.server"],
         )
     result = run("launch.rollout", config, env={"SEMRL_ROLLOUT_TOKEN": ""})

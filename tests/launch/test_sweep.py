@@ -31,3 +31,10 @@ def test_a_sweep_goes_on_after_a_signal(tmp_path):
         assert (output / name).stat().st_size > 100
     wrong = run(*arguments, "--variant=training.lr=1", timeout=200)
     assert wrong.returncode == 2 and "did you mean training.learning_rate?" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_an_output_that_is_a_file_is_one_line():
+    done = run("launch.sweep", f"--config={TINY}", f"--output={__file__}", "--seeds=0")
+    assert done.returncode == 2 and "Not a directory; name another path" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -7,10 +7,16 @@ import pytest
 from semrl_jax.support.errors import UserError
 from semrl_jax.tinker.futures import Ended, Futures, Request
 from tests.cases import refused
+from tests.tinker.conftest import encoded
 
 
-def request(number, kind="optim_step"):
-    return Request(f"m:{number}", kind, b"body", "m", number)
+def request(number, kind="optim_step", body=b"body"):
+    return Request(f"m:{number}", kind, body, "m", number)
+
+
+def passes(number, **more):
+    data = [([5, 6], [6, 7], {"weights": [1, 1]})]
+    return request(number, "forward_backward", encoded("m", number, data, **more))
 
 
 def test_requests_survive_and_are_done_once(tmp_path):
@@ -35,13 +41,23 @@ def test_requests_survive_and_are_done_once(tmp_path):
 
 def test_bodies_are_kept_until_a_snapshot_has_them(tmp_path):
     with contextlib.closing(Futures(tmp_path / "futures.sqlite3")) as futures:
-        for number, kind in enumerate(("create_model", "forward_backward", "optim_step")):
-            futures.add(request(number, kind))
-            futures.end(request(number, kind), Ended(kind, b""))
+        for each in (request(0, "create_model"), passes(1), request(2)):
+            futures.add(each)
+            futures.end(each, Ended(each.kind, b""))
         assert [each.seq for each in futures.since("m", 0)] == [1, 2]
         assert [each.seq for each in futures.since("m", 1)] == [2]
         futures.forget("m", 1)
         assert [each.seq for each in futures.since("m", 0)] == [2]
+
+
+def test_bodies_of_passes_that_change_no_model_are_not_kept(tmp_path):
+    """A model that is only read has no snapshot that would make them needless."""
+    with contextlib.closing(Futures(tmp_path / "futures.sqlite3")) as futures:
+        forward, failed = passes(1, forward_only=True), passes(2)
+        for each, end in ((forward, Ended("", b"")), (failed, Ended("", error="wrong"))):
+            futures.add(each)
+            futures.end(each, end)
+        assert futures.since("m", 0) == []
 
 
 def test_a_second_server_is_refused(tmp_path):

@@ -282,3 +282,10 @@ def test_wrong_settings_are_one_line(options, text, tmp_path):
     done = run("launch.tinker", *options, env={"TINKER_API_KEY": "short"})
     assert done.returncode == 2 and text in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_workdir_that_is_a_file_is_one_line():
+    options = "--model=m", f"--workdir={__file__}"
+    done = run("launch.tinker", *options, env={"TINKER_API_KEY": KEY})
+    assert done.returncode == 2 and "cannot be made: File exists; name another" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

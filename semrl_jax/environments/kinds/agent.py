@@ -1,9 +1,9 @@
 """A program that asks an OpenAI endpoint: each of its questions is a turn of the policy.
 
-The endpoint is on a port of this process. The program finds its address in OPENAI_BASE_URL, a seed
-in SEED, and the task, a JSON object, in standard input and, unless it is large, in TASK. Its reward
-is the number in the last line that it prints (not as an error), or, without one, 1 for the exit
-status 0 and 0 for another.
+The endpoint is on a port of this process. The program finds its address, which has a random part,
+in OPENAI_BASE_URL, a seed in SEED, and the task, a JSON object, in standard input and, unless it is
+large, in TASK. Its reward is the number in the last line that it prints (not as an error), or,
+without one, 1 for the exit status 0 and 0 for another.
 
 The endpoint takes chats, and prompts of token ids from programs that tokenise themselves, such as
 verifiers' train client.
@@ -12,12 +12,14 @@ verifiers' train client.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import http.server
 import json
 import os
 import pathlib
 import queue
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -75,7 +77,7 @@ class Environment:
         text = json.dumps(task).encode()
         environment = {
             **os.environ,
-            "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1",
+            "OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/{server.token}/v1",
             "OPENAI_API_KEY": "none",
             "SEED": str(seed),
         }
@@ -176,17 +178,26 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # connections that come at once
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        # The first part of every path: other users of the machine can connect to the port, too.
+        self.token = secrets.token_urlsafe(16)
+
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else the body waits 40 ms for the headers' acknowledgement
 
     def do_GET(self) -> None:
+        if not self._is_known():
+            return
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "semrl_jax"}
         is_list = self.path.endswith("/models")
         self._send({"object": "list", "data": [model]} if is_list else model)
 
     def do_POST(self) -> None:
+        if not self._is_known():
+            return
         is_of_ids = self.path.endswith("/inference/v1/generate")
         try:
             length = int(self.headers["Content-Length"])
@@ -229,6 +240,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         pass
+
+    def _is_known(self) -> bool:
+        """Whether the path begins with the token; sends a refusal if not."""
+        begin = f"/{self.server.token}/".encode()
+        if hmac.compare_digest(self.path.encode()[: len(begin)], begin):
+            return True
+        self.close_connection = True
+        self._send({"error": {"message": "the address is that of OPENAI_BASE_URL"}}, 404)
+        return False
 
     def _send(self, value: dict[str, Any], status: int = 200) -> None:
         self._write(json.dumps(value).encode(), "application/json", status)

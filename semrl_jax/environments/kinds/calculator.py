@@ -18,7 +18,7 @@ SYSTEM = "Use the tool to compute. Once you know the result, answer with this nu
 MAX_EXPRESSION_CHARS = 200
 MAX_DIGITS = 100  # of any number; larger ones would take time
 _NODES = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"-?\d*\.?\d+")
 
 
 class Environment:

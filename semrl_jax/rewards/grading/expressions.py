@@ -30,6 +30,7 @@ MAX_ARGUMENT = 100  # bits before the point in an argument of sin, whose digits 
 MAX_FACTORIAL = 5000
 DIGITS = 40  # of an inexact number
 MORE_DIGITS = 160  # where 40 do not tell a small difference from none
+MAX_DENOMINATOR = 10**9  # of a fraction that an inexact number stands for
 NUM_POINTS = 12
 MIN_POINTS = 3  # at which both have a value
 
@@ -160,8 +161,12 @@ def constant(text: str) -> Any:
 
 
 def as_fraction(x: Any) -> Fraction:
-    """A value of `constant`, with all its digits."""
-    return x if isinstance(x, Fraction) else Fraction(*mpmath.libmp.to_rational(x._mpf_))
+    """A value of `constant`, with all its digits; 1.2 times 3 is 18/5, to which it is equal."""
+    if isinstance(x, Fraction):
+        return x
+    found = Fraction(*mpmath.libmp.to_rational(x._mpf_))
+    short = found.limit_denominator(MAX_DENOMINATOR)
+    return short if abs(found - short) * 10**25 <= abs(found) else found
 
 
 def same_values(

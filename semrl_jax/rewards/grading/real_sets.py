@@ -116,7 +116,7 @@ def _finite(text: str) -> RealSet | None:
 def _inequality(text: str) -> RealSet | None:
     """A relation, or a chain of them, between expressions of one variable."""
     parts, signs = relations.sides(text)
-    trees = [expressions.parse(part) or part for part in parts]
+    trees = [part if (tree := expressions.parse(part)) is None else tree for part in parts]
     if not signs or len(signs) > 3 or any(sign not in _COMPARE for sign in signs):
         return None
     if any(isinstance(tree, str) and tree not in _INFINITY for tree in trees):

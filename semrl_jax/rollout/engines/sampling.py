@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from semrl_jax.settings.rollout import MIN_TEMPERATURE
 from semrl_jax.types import SamplingParams
 
 SamplingKind = Literal["greedy", "unmodified", "scaled", "truncated"]
+MAX_TEMPERATURE = 2**31  # all tokens are then equally likely; the inverse of larger ones may be 0
 
 
 class Penalties(NamedTuple):
@@ -47,8 +49,11 @@ def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValu
             np.asarray(sampling.repetition_penalty, np.float32),
             np.asarray(sampling.min_tokens, np.int32),
         )
+    temperature = np.float32(min(sampling.temperature, MAX_TEMPERATURE))
+    if temperature:  # a client may ask for less; vLLM raises it, too
+        temperature = max(temperature, np.float32(MIN_TEMPERATURE))
     values = SamplingValues(
-        np.asarray(sampling.temperature, np.float32),
+        np.asarray(temperature),
         np.asarray(sampling.top_k, np.int32),
         np.asarray(sampling.top_p, np.float32),
         np.asarray(sampling.min_p, np.float32),

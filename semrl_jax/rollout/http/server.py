@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 KEEP_ALIVE_S = 75  # of an idle connection
 MAX_CONNECTIONS = 2048
@@ -21,6 +23,33 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection on which no request begins in time; uvicorn waits after one byte."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._await_request()  # first: the next one may have come already
+        super().on_response_complete()
+
+    def _await_request(self) -> None:
+        def end(last: Any) -> None:
+            if self.cycle is last:
+                self.transport.close()
+
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(KEEP_ALIVE_S, end, self.cycle)
 
 
 class HttpServer:
@@ -43,7 +72,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
-            http="h11",
+            http=_Protocol,
             ws="none",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -12,6 +12,7 @@ from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.data.turns import ChatTurns
 from semrl_jax.environments.tools.formats import ToolFormat, choose_format
 from semrl_jax.environments.tools.functions import Answer
+from semrl_jax.support.safe_files import parse_json
 
 
 class Texts:
@@ -113,10 +114,12 @@ def _as_templates_take(message: Mapping[str, Any]) -> dict[str, Any]:
     if message["role"] == "developer":  # OpenAI's newer name of it, which most templates ignore
         message["role"] = "system"
     for call in message.get("tool_calls", ()):
-        function = call.get("function", {})
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise ValueError("messages: a tool call must have an object as 'function'.")
         if isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
+                function["arguments"] = parse_json((function["arguments"] or "{}").encode())
             except ValueError:
                 raise ValueError("messages: a tool call's arguments must be JSON.") from None
     return message

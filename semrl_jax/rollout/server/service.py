@@ -95,6 +95,7 @@ class RolloutService:
         self._updating = False
         self._commit_task: asyncio.Task | None = None
         self._num_aborted = 0
+        self._num_pausing = 0  # Pause calls that wait
 
     def request_readers(self) -> dict[str, bounds.Reader]:
         """The reader of each method's requests, by the method's path."""
@@ -287,14 +288,15 @@ class RolloutService:
         return pb.HandOverResponse()
 
     async def Pause(self, request, context) -> pb.PauseResponse:
-        counts = self.counts
-        if not counts.is_paused:
-            counts.is_paused = True
-            try:
-                await _all_set(self._running)
-            except BaseException:
-                counts.is_paused = False
-                raise
+        self.counts.is_paused = True
+        self._num_pausing += 1
+        try:
+            await _all_set(self._running)
+        except BaseException:
+            self.counts.is_paused = self._num_pausing > 1  # another call still wants it
+            raise
+        finally:
+            self._num_pausing -= 1
         return pb.PauseResponse(version=self._encoded_version())
 
     async def Resume(self, request, context) -> pb.ResumeResponse:

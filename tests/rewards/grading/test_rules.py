@@ -89,6 +89,8 @@ def test_relations():
         (r"(1,2) \cup \{2\}", "(1,2]", True), ("x > 2", "y > 2", False),
         (r"x^2 < 2", r"(-\sqrt{2}, \sqrt{2})", True), (r"x \in [1,2)", "1 <= x < 2", True),
         (r"x < 1 \text{ or } x > 2", r"x < 1 \text{ and } x > 2", False),
+        (r"x \neq 0", r"(-\infty,0) \cup (0,\infty)", True), ("x + 1 > 0", "x > -1", True),
+        ("-x > 0", "x > 0", False),
     ],
 )  # fmt: skip
 def test_sets_are_equal_if_they_have_the_same_numbers(a, b, same):
@@ -148,6 +150,19 @@ def test_a_small_difference_is_no_zero():
     assert not equal(r"10^{-34}\sqrt{2}", r"10^{-34}\sqrt{3}")
     assert equal(r"(\sqrt{2}+\sqrt{3})^2-5-2\sqrt{6}", "0")
     assert not equal(r"10^{-34}\sqrt{2}", "0")
+
+
+@pytest.mark.parametrize(
+    ("answer", "decimal"),
+    [
+        (r"1.2 \cdot 3", "3.6"), (r"\sqrt{0.09}", "0.3"), ("0.6^2", "0.36"),
+        (r"\cos(60^\circ)", "0.5"),
+    ],
+)  # fmt: skip
+def test_a_short_decimal_is_what_has_exactly_its_value(answer, decimal):
+    assert equal(answer, decimal) and equal(decimal, answer)
+    assert not equal(answer, decimal.replace("3", "4").replace("5", "6"))
+    assert not equal(r"\pi", "3.14") and not equal(r"\frac{\sqrt{2}}{2}", "0.7")
 
 
 def test_braces_tell_numbers_apart():

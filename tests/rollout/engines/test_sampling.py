@@ -110,6 +110,23 @@ def test_four_kinds_of_sampling(settings, kind):
     assert split_sampling(SamplingParams(1, *settings))[0] == kind
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_temperatures_near_the_ends_of_float32_give_tokens_and_logprobs(top_p):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)) * 10, jnp.float32)
+    keys, index = jnp.zeros((4, 2), jnp.uint32), jnp.arange(4)
+    largest = np.argmax(logits, axis=1)
+    for temperature in (1e-3, 1e-20, 1e-38, 1e-45):
+        sampling = SamplingParams(1, temperature, top_p)
+        tokens, logprobs, raw = draw(logits, keys, index, sampling)
+        np.testing.assert_array_equal(tokens, largest)
+        np.testing.assert_allclose(logprobs, 0.0, atol=1e-3)
+        assert np.isfinite(raw).all()
+    barred = logits.at[:, :32].set(-jnp.inf)  # such as ends that come too early
+    tokens, logprobs, _ = draw(barred, keys, index, SamplingParams(1, 1e38, top_p))
+    assert (np.asarray(tokens) >= 32).all()
+    np.testing.assert_allclose(logprobs, -np.log(32), rtol=0.1)
+
+
 def test_greedy_takes_the_largest_and_reports_the_unmodified_logprob():
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
     tokens, logprobs, raw = draw(

@@ -250,8 +250,15 @@ def test_models_and_a_wrong_name(served):
         ({"extra_body": {"stop_token_ids": [2**31]}}, "stop_token_ids"),
         ({"extra_body": {"stop_token_ids": [5000]}}, "5000"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "an object as 'function'"),
+        (
+            {"messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 5000}}]}
+            ]},
+            "arguments must be JSON",
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_done_is_one_line(served, options, message):
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         chat(served, **options)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.http import app, guarding
+from semrl_jax.rollout.http import app, guarding, server
 from semrl_jax.rollout.server import Http
 from semrl_jax.support.errors import UserError
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays
@@ -275,6 +275,39 @@ def test_an_answer_does_not_wait_for_an_acknowledgement(fake, monkeypatch):
     with urllib.request.urlopen(f"{fake().url}/health", timeout=10):
         pass
     assert accepted and all(accepted)
+
+
+def test_a_connection_without_a_request_is_closed(monkeypatch):
+    """Else a client without a token could hold all connections that the server takes."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.4)
+
+    async def answer(scope, receive, send):
+        await asyncio.sleep(1.0 if scope["path"] == "/slow" else 0.0)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def ended(port, *sent):
+        """What the server sent until it closed the connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for data in sent:
+            writer.write(data)
+            await asyncio.sleep(0.1)
+        found = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return found
+
+    async def run():
+        served = server.HttpServer(answer, "127.0.0.1", 0)
+        request, slow = (
+            f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode() for path in ("/", "/slow")
+        )
+        try:
+            cases = [(), (b"GET /",), (request, b"G"), (slow,), (request, slow)]
+            return await asyncio.gather(*(ended(served.port, *case) for case in cases))
+        finally:
+            await served.close(0.1)
+
+    assert [found.count(b"done") for found in asyncio.run(run())] == [0, 0, 1, 1, 2]
 
 
 def test_the_port_is_free_after_close(fake):

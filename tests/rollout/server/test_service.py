@@ -463,6 +463,22 @@ def test_pause_waits_refuses_and_resumes(world):
     assert code == CODES.FAILED_PRECONDITION
 
 
+def test_a_second_pause_waits_too(world):
+    _, stub, options, version = synced(world, FakeScript(delay_s=0.1))
+    running = stub.Generate(generate_message(version), **options)
+    next(running)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        short = options | {"timeout": 0.3}
+        first = pool.submit(refusal, stub.Pause, pb.PauseRequest(), **short)
+        second = pool.submit(stub.Pause, pb.PauseRequest(), **options)
+        assert first.result()[0] == CODES.DEADLINE_EXCEEDED
+        assert not second.done()  # calls run
+        assert len(list(running)) == 7
+        second.result()
+    code, details = refusal(stub.Generate, generate_message(version), **options)
+    assert code == CODES.UNAVAILABLE and "paused" in details  # though the first was undone
+
+
 def test_pause_that_times_out_is_undone(world):
     _, stub, options, version = synced(world, FakeScript(delay_s=0.05))
     running = stub.Generate(generate_message(version), **options)

@@ -1,0 +1,101 @@
+"""The thread's work with a trainer whose models are numbers, and the names of weights."""
+
+import contextlib
+import dataclasses
+import json
+import types
+
+import numpy as np
+import pydantic
+import pytest
+
+from semrl_jax.tinker import weights
+from semrl_jax.tinker.futures import Futures, Request
+from semrl_jax.tinker.requests import SaveForSampler, SaveWeights
+from semrl_jax.tinker.work import Work
+from tests.tinker.conftest import encoded
+
+DATA = [([5, 6], [6, 7], {"weights": [1, 1]})]
+LORA = types.SimpleNamespace(rank=4)
+
+
+@dataclasses.dataclass
+class Model:
+    """A model whose passes each add 1 at the next step."""
+
+    value: int = 0
+    gradient: int | None = None
+    seq: int = 0
+    lora = LORA
+
+
+class Trainer:
+    fails = False
+
+    def lora(self, wanted):
+        return LORA
+
+    def create(self, lora, seed):
+        return Model()
+
+    def passes(self, jobs):
+        if self.fails:
+            raise RuntimeError("no memory")
+        for model, _ in jobs:
+            model.gradient = (model.gradient or 0) + 1
+        return [types.SimpleNamespace(logprobs=[np.zeros(2)], loss=0.0) for _ in jobs]
+
+    def step(self, model, adam):
+        model.value, model.gradient = model.value + (model.gradient or 0), None
+        return {"value": float(model.value)}
+
+    def save(self, model, path, optimizer=True):
+        path.mkdir(parents=True)
+        path.joinpath("model.json").write_text(json.dumps([model.value, model.seq]))
+
+    def load(self, path, optimizer):
+        value, seq = json.loads(path.joinpath("model.json").read_text())
+        return Model(value, None, seq)
+
+
+def test_a_model_that_cannot_be_made_again_is_not_used(tmp_path):
+    trainer = Trainer()
+    with contextlib.closing(Futures(tmp_path / "futures.sqlite3")) as futures:
+
+        def started():
+            return Work(futures, trainer, types.SimpleNamespace(limits=None), tmp_path)
+
+        def done(work, kind, seq, body):
+            request = Request(f"m:{seq}", kind, body, "m", seq)
+            futures.add(request)
+            (end,) = work._ends([request])
+            futures.end(request, end)
+            return end
+
+        def trained(work, seq):
+            done(work, "forward_backward", seq, encoded("m", seq, DATA))
+            step = {"model_id": "m", "seq_id": seq + 1, "adam_params": {}}
+            return done(work, "optim_step", seq + 1, json.dumps(step).encode())
+
+        work, lora = started(), {"rank": 4, "seed": 1}
+        new = {"session_id": "s", "model_seq_id": 0, "base_model": "x", "lora_config": lora}
+        done(work, "create_model", 0, json.dumps(new).encode())
+        trained(work, 1), trained(work, 3)
+        work, trainer.fails = started(), True
+        assert trained(work, 5).error == "RuntimeError: no memory"
+        trainer.fails = False
+        assert json.loads(trained(work, 7).result) == {"metrics": {"value": 3.0}}
+
+
+@pytest.mark.parametrize("name", ["unnamed-mine", "mine.writing", "mine.replaced"])
+def test_names_of_the_server_itself_are_refused(name):
+    for kind in (SaveWeights, SaveForSampler):
+        with pytest.raises(pydantic.ValidationError, match="the server itself uses names"):
+            kind(model_id="m", path=name)
+        assert kind(model_id="m", path=f"my-{name}s").path
+
+
+def test_a_path_that_is_too_long_does_not_exist(tmp_path):
+    (tmp_path / "m" / weights.WEIGHTS).mkdir(parents=True)
+    with pytest.raises(ValueError, match="does not exist on this server"):
+        weights.find(tmp_path, weights.path_of("m", weights.WEIGHTS, "x" * 300))
