@@ -450,7 +450,7 @@ class ReplicaDescription:
       base_digest: the digest of the base that it holds for adapters, "" if it holds none.
       routed_experts: the numbers of layers with experts, of experts per token, and of experts of a
         layer, if the engine can send the experts that tokens went to; else ().
-      is_free: whether the run of `version` has handed it over, so that another one may send weights.
+      is_free: whether the run of `version` has handed it over, so another one may send weights.
     """
 
     protocol_major: int = 0

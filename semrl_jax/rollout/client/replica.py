@@ -184,7 +184,7 @@ class Replica(abc.ABC):
 
     @abc.abstractmethod
     def close(self, run_id: str = "", attempt_id: str = "") -> None:
-        """Ends all calls; a replica in another process is handed over by this run, if it has one."""
+        """Ends all calls; a run, if one is named, hands over a replica of another process."""
 
     def set_aside(self, error: str, *, wait_s: float = 0.0) -> None:
         """Starts a pause without calls; it doubles with each consecutive failure."""

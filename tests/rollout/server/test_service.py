@@ -416,7 +416,7 @@ def test_sleep_waits_for_a_commit_whose_caller_left(world):
 
 
 def test_another_run_may_send_weights_once_the_owner_has_handed_the_replica_over(world):
-    replica, stub, options, version = synced(world)
+    _, stub, options, version = synced(world)
     others = update_messages(run_id="second")
     code, message = refusal(stub.UpdateWeights, iter(others), **options)
     assert code == CODES.PERMISSION_DENIED and "belongs to run 'run'" in message
