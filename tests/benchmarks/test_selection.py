@@ -62,7 +62,7 @@ def test_figures_of_a_population_and_their_tables():
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(30), 8)
     correct = rng.random(240) < 0.5
-    length = rng.integers(20, 40, 240)
+    length = rng.integers(20, 40, 240).astype(float)
     table = {
         "group_id": groups, "sample_index": np.tile(np.arange(8), 30),
         "correct": correct.astype(float), "length": length,
