@@ -42,6 +42,12 @@ def read_key(file: str) -> str:
     return key
 
 
+def url_of(host: str, port: int, has_tls: bool) -> str:
+    """The address as clients write it, with brackets around IPv6."""
+    host = host.strip("[]")
+    return f"http{'s' * has_tls}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @contextlib.contextmanager
 def open_work(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str, futures: Futures
@@ -100,8 +106,8 @@ def serve(
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        scheme = "https" if tls_certificate else "http"
-        announce(f"serves {work.limits.name} to Tinker's SDK at {scheme}://{host}:{server.port}")
+        url = url_of(host, server.port, bool(tls_certificate))
+        announce(f"serves {work.limits.name} to Tinker's SDK at {url}")
         await stopped.wait()
         api.close()
         await server.close(GRACE_S)
