@@ -18,6 +18,7 @@ from semrl_jax.rollout.building import jax_engine
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.http.server import HttpServer
 from semrl_jax.rollout.wire.auth import read_file
+from semrl_jax.support.addresses import url_of
 from semrl_jax.support.errors import UserError
 from semrl_jax.tinker.api import Api, make_app
 from semrl_jax.tinker.futures import Futures
@@ -40,12 +41,6 @@ def read_key(file: str) -> str:
             f"--token_file, or set ${KEY_VARIABLE}; --help shows how to make one."
         )
     return key
-
-
-def url_of(host: str, port: int, has_tls: bool) -> str:
-    """The address as clients write it, with brackets around IPv6."""
-    host = host.strip("[]")
-    return f"http{'s' * has_tls}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextlib.contextmanager

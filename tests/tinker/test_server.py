@@ -10,7 +10,6 @@ import pytest
 
 from launch.convert import convert
 from semrl_jax.tinker.proto import tinker_pb2 as pb
-from semrl_jax.tinker.serving import url_of
 from tests.cases import slow_after
 from tests.launch.conftest import run, succeed
 from tests.tinker.conftest import KEY, NAME, encoded
@@ -290,9 +289,3 @@ def test_a_workdir_that_is_a_file_is_one_line():
     done = run("launch.tinker", *options, env={"TINKER_API_KEY": KEY})
     assert done.returncode == 2 and "cannot be made: File exists; name another" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_address_of_ipv6_is_announced_in_brackets(host):
-    assert url_of(host, 8000, has_tls=True) == "https://[::1]:8000"
-    assert url_of("127.0.0.1", 8000, has_tls=False) == "http://127.0.0.1:8000"
