@@ -179,11 +179,20 @@ def mixed(
     theirs, found, _ = read_directory(pathlib.Path(other), family)
     if found.hash != config.hash:
         raise UserError(f"--other={other} has another architecture than the source; name another.")
+    from semrl_jax.models.lora import A, B
+
+    layers = params["layers"].items()
+    adapters = {
+        name: {A: pair[A], B: (1 - share) * pair[B]} for name, pair in layers if A in pair
+    }  # of the source alone
+    own = {name: {k: x for k, x in pair.items() if k not in (A, B)} for name, pair in layers}
     weights = jax.tree.map(
         lambda a, b: (1 - share) * np.asarray(a, np.float32) + share * np.asarray(b, np.float32),
-        params,
+        params | {"layers": own},
         theirs,
     )
+    for name, pair in adapters.items():
+        weights["layers"][name] |= pair
     return weights, config, model
 
 

@@ -104,6 +104,8 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     has_problems = CONFIG_GIVEN or first_run() is not None
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
     config.update_from_flattened_dict(fields)
+    if not CONFIG_GIVEN and "model.family" not in given:
+        config.model.family = ""  # of the first run; each policy has its own
     if not POLICY.value:
         raise UserError("--policy is needed; see --help.")
     for path in POLICY.value:

@@ -150,7 +150,7 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
     from semrl_jax.rollout.building import jax_engine, read_token, vllm_engine
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import Http, check_place, serve_until_signal
-    from semrl_jax.support.addresses import is_loopback
+    from semrl_jax.support.addresses import is_loopback, url_of
 
     if UNTIL_STDIN_CLOSES.value:
         in_background(end_with_stdin)
@@ -173,8 +173,8 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
             shares = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
             print(f"vLLM started ({shares})")
         if http:
-            scheme = "http" if is_loopback(http.host) else "https"
-            print(f"model {http.model} at {scheme}://{http.host}:{http.port}/v1")
+            url = url_of(http.host, http.port, not is_loopback(http.host))
+            print(f"model {http.model} at {url}/v1")
         print(line, flush=True)
 
     stack.callback(listening.set)

@@ -154,7 +154,7 @@ def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
     problem, correct = (column.to_numpy(zero_copy_only=False) for column in table.columns)
     rows = read_rows(run / "metrics.jsonl")
     keys = {key for row in rows for key in row}
-    accuracy = next((key for key in keys if key.endswith("/greedy_accuracy")), "")
+    accuracy = min((key for key in keys if key.endswith("/greedy_accuracy")), default="")
     return {
         "correct": "".join(DIGITS[c] for c in np.bincount(problem, correct).astype(int).tolist()),
         "greedy": {row["step"]: row[accuracy] for row in rows if accuracy in row},

@@ -25,8 +25,8 @@ With `Needs.state`, which is kept from step to step and in checkpoints, two more
 `returns` get the state before the step as one more argument, `state`:
 
 - `first_state(options)`: a dict of numbers or arrays. Scalars are logged as `algorithm/<name>`.
-- `next_state(state, rewards, passes, response_mask, options)`: after a step, with the same names,
-  shapes and dtypes (write 1.0, not 1).
+- `next_state(state, rewards, passes, response_mask, options)`: after a step, of the rewards that
+  `advantages` got, with the same names, shapes and dtypes (write 1.0, not 1).
 
 With `Needs.selects`, one more, of rewards as they came, without the bonus of the shaping:
 

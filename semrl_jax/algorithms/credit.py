@@ -154,7 +154,7 @@ def assign_credit(
         baselines = update_shaping_state(baselines, metrics, mean_reward=mean_reward, **shaping)
     if algorithm.needs.keeps:
         scalars |= {f"algorithm/{name}": x for name, x in state.items() if jnp.ndim(x) == 0}
-        state = algorithm.next_state(state, counted, passes, tokens.response_mask)
+        state = algorithm.next_state(state, credited, passes, tokens.response_mask)
     if algorithm.needs.prompt_state:
         state = with_rows(kept, tokens.prompts, state)
     return Credit(shaped, returns, mask, scalars, Memory(baselines, state))

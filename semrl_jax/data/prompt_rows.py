@@ -64,13 +64,14 @@ class RowReader:
     @property
     def fields(self) -> tuple[str, ...]:
         answer = (self.answer_field,) if self.needs_answer else ()
-        given = (self.given_field,) if self.given_field else ()
-        return (*self.question_fields, *answer, *given)
+        return (*self.question_fields, *answer)
 
     @property
     def optional_fields(self) -> tuple[str, ...]:
         """Fields that a file may lack."""
-        return (DATA_SOURCE_FIELD,) if self.needs_answer else (DATA_SOURCE_FIELD, self.answer_field)
+        answer = () if self.needs_answer else (self.answer_field,)
+        given = (self.given_field,) if self.given_field else ()
+        return (DATA_SOURCE_FIELD, *answer, *given)
 
     def read(self, row: dict[str, Any], default_source: str) -> Problem:
         """Reads a row; without "data_source" it gets the default. RowError names a field."""
@@ -214,8 +215,11 @@ def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
 
 
 def given_texts(row: dict[str, Any], field: str) -> tuple[str, ...]:
-    """The given responses in the field of a row, a text or a list of texts; () for null or ""."""
-    value = field_value(row, field)
+    """The given responses in the field of a row, a text or a list of texts; () if it has none."""
+    try:
+        value = field_value(row, field)
+    except RowError:
+        return ()
     texts = value if isinstance(value, list) else [value or ""]
     if not all(isinstance(text, str) for text in texts):
         raise RowError(f"field {field!r} must be text or a list of texts, not {value!r:.80}.")

@@ -64,8 +64,7 @@ def chat(
     not read. `questions` gives the next one, or raises EOFError; None: lines of standard input.
     """
     reporter = Reporter()
-    config = config.copy_and_resolve_references()
-    config.model.path = str(source.model)
+    config = source.of_model(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(compilation.watching(reporter.line))
         policy, tokenizer = build_policy(config)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import itertools
+import operator
 import pathlib
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,7 +111,8 @@ def evaluate(
 
     def work(reporter: Reporter, stop: StopRequest) -> None:
         found = []
-        for _, group in itertools.groupby(sources, key=lambda source: source.model):
+        models_of = operator.attrgetter("model", "family")
+        for _, group in itertools.groupby(sources, key=models_of):
             of_model = {source: places[source] for source in group}
             found.extend(_evaluate_model(config, of_model, reporter, stop, only_check))
         if len(found) > 1:
@@ -137,9 +139,8 @@ def _evaluate_model(
     only_check: bool,
 ) -> Iterator[Evaluated]:
     """Evaluates policies of one architecture, each into its directory."""
-    config = config.copy_and_resolve_references()
     first_source, *_ = sources
-    config.model.path = str(first_source.model)
+    config = first_source.of_model(config)
     with contextlib.ExitStack() as stack, stop.interruptible():
         check_benchmarks(config)
         policy, tokenizer = build_policy(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -97,8 +98,7 @@ def _generate(
     stop: StopRequest,
     only_check: bool,
 ) -> None:
-    config = config.copy_and_resolve_references()
-    config.model.path = str(source.model)
+    config = source.of_model(config)
     with contextlib.ExitStack() as stack, stop.interruptible():
         policy, tokenizer = build_policy(config)
         check_layers(contents.states, policy.config)
@@ -156,6 +156,8 @@ def _generate(
             sample_calls(calls, sample, config, directory, reporter, stop, "generate")
             with stop.deferred():
                 work.finish(calls)
+        # Also those of an earlier start that was killed before this.
+        shutil.rmtree(directory.path / PARTS, ignore_errors=True)
         work.report(reporter)
 
 
@@ -211,15 +213,12 @@ class Generation(NamedTuple):
         )
 
     def finish(self, calls: Sequence[Call]) -> None:
-        """Joins the parts and removes them."""
+        """Joins the parts."""
         path = self.directory.path
         parts = [self.directory.part(call.part) for call in calls]
         if self.contents.states is not None:
             files.write_states_index(path, parts, self.contents.states)
         response_files.join(parts, path / files.RESPONSES)
-        for part in parts:
-            part.unlink()
-        (path / PARTS).rmdir()
 
     def report(self, reporter: Reporter) -> None:
         """Writes the conversations, and prints what was generated."""

@@ -85,8 +85,7 @@ def compare(
     Returns 0, or 1 if a difference is not explained by rounding; UserError for a wrong input.
     """
     reporter = Reporter(quiet=quiet)
-    config = config.copy_and_resolve_references()
-    config.model.path = str(source.model)
+    config = source.of_model(config)
     policy, tokenizer = build_policy(config)
     mesh = models.make_mesh(config.mesh.to_dict())
     chosen, temperature = None, 1.0

@@ -37,8 +37,7 @@ def play(
     UserError for a wrong setting, environment, policy or replica.
     """
     reporter = Reporter()
-    config = config.copy_and_resolve_references()
-    config.model.path = str(source.model)
+    config = source.of_model(config)
     name = config.environment.name
     with contextlib.ExitStack() as stack:
         stack.enter_context(compilation.watching(reporter.line))
@@ -124,7 +123,8 @@ def _places(lines: Callable[[], str], count: int, reporter: Reporter) -> Iterato
     place = 0
     yield place
     for line in lines_of(lines):
-        if line and not (line.isascii() and line.isdecimal() and int(line[:9]) < count):
+        is_number = line.isascii() and line.isdecimal() and len(line) < 10
+        if line and not (is_number and int(line) < count):
             reporter.line(f"there are tasks 0 to {count - 1}; {HELP}")
             continue
         place = int(line) if line else (place + 1) % count

@@ -120,13 +120,17 @@ class Trainer:
         self._write_files()
         compilation.keep_programs()
         former = _handlers()
-        with contextlib.closing(train_steps(self.config, str(self.workdir))) as self._steps:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_policy)  # the end may have saved a newer checkpoint
+            steps = contextlib.closing(train_steps(self.config, str(self.workdir)))
+            self._steps = stack.enter_context(steps)
             while True:
                 try:
                     result, row = next(self._steps)
                 except StopIteration as end:
                     code = end.value
                     break
+                self._close_policy()  # there may be a newer checkpoint
                 step = Step(result.step, row, result.scored)
                 del result  # its weights are those that the next step changes
                 with _handled_by(former):
@@ -190,9 +194,13 @@ class Trainer:
         """Ends a loop that is not at its end, after a checkpoint, and the threads of `policy`."""
         if self._steps is not None:
             self._steps.close()
+        self._steps = None
+        self._close_policy()
+
+    def _close_policy(self) -> None:
         if self._policy is not None:
             self._policy.close()
-        self._steps = self._policy = None
+        self._policy = None
 
     def _rows_files(self, name: str, rows: Rows) -> tuple[str, ...]:
         """The files of rows, which are written when the run begins."""

@@ -41,7 +41,7 @@ def load_function(path: str, field: str = "rewards.function") -> tuple[Callable[
     Raises UserError if the import fails, or the name is not a function of (response, reference) or
     of (response, reference, row); `field` of the config has the path.
     """
-    module_name, _, name = path.partition(":")
+    module_name, _, name = path.rpartition(":")  # a directory may have colons
     try:
         if module_name.endswith(".pkl"):
             function = cloudpickle.loads(pathlib.Path(module_name).read_bytes())[name]

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import ml_collections
 from jax.sharding import Mesh
 
 from semrl_jax import models
@@ -27,6 +28,12 @@ class PolicySource(NamedTuple):
     step: int = 0  # of the run; 0 for a model directory
     adapter: pathlib.Path | None = None  # directory in PEFT's format, upon `model`
     family: str = ""  # `model.family` of the run; "": the field `model_type` in `model` decides
+
+    def of_model(self, config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+        """A copy of the config with this model, and its run's family unless it has one."""
+        config = config.copy_and_resolve_references()
+        config.model.path, config.model.family = str(self.model), config.model.family or self.family
+        return config
 
     def check(self, policy: models.Policy) -> None:
         """Raises UserError if the files are damaged or do not fit."""

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.algorithms import zero_variance_group_fraction
-from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.scoring import Scored, mean_of_sampled
 from semrl_jax.types import FINISH_REASONS, TURN_METRICS
 
 
@@ -24,17 +24,21 @@ def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str
         scalars["reward/group_std"] = rewards.std(axis=1).mean()
         scalars["reward/zero_variance_group_fraction"] = zero_variance_group_fraction(rewards)
     given = np.array([item.rollout.is_given for item in scored])
-    if given.any():
-        scalars["given/fraction"] = given.mean()
-        scalars["given/correct"] = np.mean([scored[i].verdict.correct for i in given.nonzero()[0]])
-        scored, rewards = scored.take(np.flatnonzero(~given)), rewards.reshape(-1)[~given]
     correct = np.array([item.verdict.correct for item in scored])
+    means = rewards.mean(), correct.mean()
+    if given.any():
+        sampled = ~given.reshape(rewards.shape)
+        means = [mean_of_sampled(x.reshape(sampled.shape), sampled) for x in (rewards, correct)]
+        scalars["given/fraction"] = given.mean()
+        scalars["given/correct"] = correct[given].mean()
+        scored, rewards = scored.take(np.flatnonzero(~given)), rewards.reshape(-1)[~given]
+        correct = correct[~given]
     lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)
     scalars |= {
-        "reward/mean": rewards.mean(),
+        "reward/mean": means[0],
         "reward/max": rewards.max(),
         "reward/min": rewards.min(),
-        "reward/correct": correct.mean(),
+        "reward/correct": means[1],
         "reward/num_correct": correct.sum(),
         "reward/num_incorrect": (~correct).sum(),
         "reward/boxed_fraction": np.mean([item.verdict.boxed for item in scored]),

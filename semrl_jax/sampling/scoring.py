@@ -10,7 +10,7 @@ from typing import Any
 
 import ml_collections
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Num
 
 from semrl_jax.metrics.measurements import Measurement, Metrics, joined
 from semrl_jax.metrics.measurer import Measured, Measurer, join_layers
@@ -162,6 +162,14 @@ def num_sampled_tokens(scored: Scored) -> int:
     sampled = (item.rollout for item in scored if not item.rollout.is_given)
     kept = sum(int(rollout.response_mask[rollout.num_prefix :].sum()) for rollout in sampled)
     return kept + scored.num_dropped
+
+
+def mean_of_sampled(values: Num[np.ndarray, "P G"], sampled: Bool[np.ndarray, "P G"]) -> float:
+    """The mean over groups of the means of their sampled responses.
+
+    All groups count alike: with `rollout.given_when="failed"`, wrong responses were replaced.
+    """
+    return float(values.mean(axis=1, where=sampled).mean())
 
 
 def sampled_scalars(scored: Scored, rollout: ml_collections.ConfigDict) -> dict[str, float]:

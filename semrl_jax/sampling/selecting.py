@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.data.prompts import Position
-from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens
+from semrl_jax.sampling.scoring import Scored, ScoredRollout, mean_of_sampled, num_sampled_tokens
 from semrl_jax.sampling.source import Rounds, Sample
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.errors import UserError
@@ -125,8 +125,8 @@ def sample_until_kept(
         "rollout/groups_dropped/all_incorrect": dropped[1],
         "rollout/groups_unused": len(differ) - num_prompts,
         "rollout/num_sampled_tokens": num_tokens,
-        "reward/mean_sampled": np.concatenate(rewards)[is_sampled].mean(),
-        "reward/correct_sampled": all_correct[is_sampled].mean(),
+        "reward/mean_sampled": mean_of_sampled(np.concatenate(rewards), is_sampled),
+        "reward/correct_sampled": mean_of_sampled(all_correct, is_sampled),
     }
     floats = {name: float(value) for name, value in scalars.items()}
     return Kept(Scored.joined(kept), num_prompts, floats)

@@ -32,3 +32,9 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def url_of(host: str, port: int, has_tls: bool) -> str:
+    """The address as clients write it, with brackets around IPv6."""
+    host = host.strip("[]")
+    return f"http{'s' * has_tls}://{f'[{host}]' if ':' in host else host}:{port}"

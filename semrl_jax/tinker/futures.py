@@ -143,6 +143,11 @@ class Futures:
         row = kind, name, json.dumps(content)
         self._run("INSERT OR IGNORE INTO records VALUES (?, ?, ?)", *row)
 
+    def change(self, kind: str, name: str, **fields: Any) -> None:
+        """Changes fields of a record."""
+        content = json.dumps(self.get(kind, name) | fields)
+        self._run("UPDATE records SET content = ? WHERE kind = ? AND id = ?", content, kind, name)
+
     def get(self, kind: str, name: str) -> dict[str, Any]:
         """A record; KeyError if there is none."""
         found = self._run(

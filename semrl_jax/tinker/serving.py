@@ -18,6 +18,7 @@ from semrl_jax.rollout.building import jax_engine
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.http.server import HttpServer
 from semrl_jax.rollout.wire.auth import read_file
+from semrl_jax.support.addresses import url_of
 from semrl_jax.support.errors import UserError
 from semrl_jax.tinker.api import Api, make_app
 from semrl_jax.tinker.futures import Futures
@@ -100,8 +101,8 @@ def serve(
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        scheme = "https" if tls_certificate else "http"
-        announce(f"serves {work.limits.name} to Tinker's SDK at {scheme}://{host}:{server.port}")
+        url = url_of(host, server.port, bool(tls_certificate))
+        announce(f"serves {work.limits.name} to Tinker's SDK at {url}")
         await stopped.wait()
         api.close()
         await server.close(GRACE_S)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import pathlib
 import re
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ _PATH = re.compile(
     rf"{_SCHEME}([\w:-]{{1,128}})/({WEIGHTS}|{SAMPLERS})/([\w-][\w.-]{{0,127}})", re.ASCII
 )
 _REPLACED, _WRITING = ".replaced", ".writing"  # suffixes of `replacing_directory`
+changing = threading.Lock()  # of the threads that save and delete, which share these names
 
 
 def is_ours(name: str) -> bool:
@@ -42,11 +44,12 @@ def find(root: pathlib.Path, path: str) -> pathlib.Path:
 
 def delete(root: pathlib.Path, path: str) -> None:
     """Removes a directory in one step, as readers see it; raises as `find`."""
-    directory = find(root, path)
-    old = directory.with_name(directory.name + _REPLACED)
-    remove(old)
-    directory.rename(old)
-    remove(old)
+    with changing:
+        directory = find(root, path)
+        old = directory.with_name(directory.name + _REPLACED)
+        remove(old)
+        directory.rename(old)
+        remove(old)
 
 
 def checkpoints(root: pathlib.Path, model: str) -> list[dict[str, Any]]:

@@ -190,16 +190,18 @@ class Work:
         """A new model, or an earlier one with other weights."""
         model, metadata = request.model, request.content.user_metadata
         self._keep(model, trained)
-        record = {"rank": trained.lora.rank, "user_metadata": metadata}
-        self._futures.put("model", model, record)
+        rank = trained.lora.rank
+        self._futures.put("model", model, {"rank": rank, "user_metadata": metadata})
+        self._futures.change("model", model, rank=rank)  # of an earlier record, which stays
         self._snapshot(model, trained, always=True)
 
     def _save(self, trained: Trained, request: Request, folder: str, name: str) -> None:
         path = self.directory / request.model / folder / name
         may_replace = getattr(request.content, "overwrite", False) or request.id in self._again
-        if path.exists() and request.content.path is not None and not may_replace:
-            raise ValueError(f"path={name!r} exists already; choose another, or set overwrite.")
-        self._trainer.save(trained, path, optimizer=folder == WEIGHTS)
+        with weights.changing:
+            if path.exists() and request.content.path is not None and not may_replace:
+                raise ValueError(f"path={name!r} exists already; choose another, or set overwrite.")
+            self._trainer.save(trained, path, optimizer=folder == WEIGHTS)
         self._samples.forget(path)
 
     def _snapshot(self, model: str, trained: Trained, always: bool = False) -> None:

@@ -48,6 +48,15 @@ def test_a_state_of_prompts_is_that_of_the_prompts_of_the_batch(config):
     np.testing.assert_allclose(memory.algorithm["weights"], [0, 10, 0, 13], rtol=1e-6)
 
 
+def test_rewards_are_remembered_with_the_bonus_with_which_they_were_compared(config):
+    baselines = baselines_after(config, REWARDS, make_metrics())
+    config.algorithms.name, config.shaping.target = "reinforce", "reward"
+    found = credit_of(config, REWARDS, make_metrics(1), MASK, baselines)
+    mean = found.scalars["reward/shaped/mean"]
+    assert abs(mean - REWARDS.mean()) > 0.01
+    np.testing.assert_allclose(found.memory.algorithm["rewards"], mean, rtol=1e-6)
+
+
 def baselines_after(config, rewards, metrics, mask=None):
     """The baselines after a first step."""
     mask = np.ones((rewards.size, 3), bool) if mask is None else mask

@@ -249,3 +249,10 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
         and "| verl | 2 | +12.5 (+0.0, +25.0) | +6.2 (" in part
     )
     assert (tmp_path / "figures" / "evidence_tiny.png").stat().st_size > 10_000
+
+
+def test_of_several_benchmarks_the_first_by_name_is_the_curve(tmp_path):
+    row = {"step": 0} | {f"eval/{name}/greedy_accuracy": ord(name) for name in "hgfedcba"}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    pq.write_table(pa.table({"group_id": [0], "correct": [True]}), tmp_path / "samples.parquet")
+    assert results._of_run(tmp_path, tmp_path / "samples.parquet")["greedy"] == {0: ord("a")}

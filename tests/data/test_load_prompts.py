@@ -86,7 +86,12 @@ def test_given_responses_are_a_text_or_a_list_and_end_with_the_end_token(
     assert dataset_hash(dataset) != dataset_hash(load_prompts(path, tokenizer))
     message = r"line|row 1: a given response has 3 tokens, more than rollout.max_response_tokens=2;"
     refused(message, load_prompts, path, tokenizer, **options | {"max_response_tokens": 2})
-    refused("field 'no'", load_prompts, path, tokenizer, given_field="no", max_response_tokens=3)
+    path = write(tmp_path / f"other{suffix}", [problem(given=["4"]), problem()])
+    if suffix == ".parquet":
+        write(tmp_path / "without.parquet", [problem()])
+        path = [path, tmp_path / "without.parquet"]
+    found = [len(example.given) for example in load_prompts(path, tokenizer, **options).examples]
+    assert found == [1, 0, 0][: len(found)]  # rows may lack the field
     path = write(tmp_path / "numbers.jsonl", [problem(given=7), problem(given="7")])
     refused("1: field 'given' must be text or a list of", load_prompts, path, tokenizer, **options)
     kept = load_prompts(path, tokenizer, skip_bad_rows=True, **options)

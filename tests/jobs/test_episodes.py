@@ -70,7 +70,7 @@ def test_an_interrupted_evaluation_of_episodes_continues_with_the_same_results(
 
 def test_each_message_is_printed_when_it_is_there(config, source, capsys):
     config.environment.name = GAME
-    lines = iter(["2", "", "x", "99", "/quit", "1"])
+    lines = iter(["2", "", "x", "99", "00000000099", "/quit", "1"])
     assert play.play(config, source, lambda: next(lines)) == 0
     out = capsys.readouterr().out
     tasks = [line for line in out.splitlines() if line.startswith("--- task ")]
@@ -88,4 +88,4 @@ def test_each_message_is_printed_when_it_is_there(config, source, capsys):
         assert end.partition(";")[0].count(",") == turns - 1 and "; score " in end
         most = max(most, turns)
     assert most > 1
-    assert out.count("there are tasks 0 to ") == 2
+    assert out.count("there are tasks 0 to ") == 3

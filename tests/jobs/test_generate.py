@@ -1,12 +1,17 @@
-"""How a generation is divided into calls."""
+"""How a generation is divided into calls, and what it leaves."""
+
+import json
 
 import pytest
 
 from configs import default
 from semrl_jax import models
-from semrl_jax.jobs.generate import MAX_STATE_BYTES, calls_of, check_layers
+from semrl_jax.jobs.generate import MAX_STATE_BYTES, Contents, calls_of, check_layers, generate
+from semrl_jax.runs.policies import find_policies
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams
+from tests.fixtures import save_model
+from tests.tiny import tiny_config
 
 ARCHITECTURE = models.DecoderConfig(
     vocab_size=8, hidden_size=4096, intermediate_size=8, num_layers=3, num_heads=2, num_kv_heads=1,
@@ -53,3 +58,18 @@ def test_layers_beyond_the_model_are_refused():
     check_layers(HiddenStateParams((-1, 0, 3)), ARCHITECTURE)
     with pytest.raises(UserError, match="--hidden_states has 4; choose from 0 to 3"):
         check_layers(HiddenStateParams((1, 4)), ARCHITECTURE)
+
+
+def test_parts_that_a_killed_command_left_behind_its_responses_are_removed(tmp_path):
+    save_model(tmp_path / "model")
+    (tmp_path / "q.jsonl").write_text(json.dumps({"question": "1+1=", "answer": 2}) + "\n")
+    (source,), config = find_policies(str(tmp_path / "model"), None), tiny_config()
+    config.data.update(task="files", files=(str(tmp_path / "q.jsonl"),))
+    config.rollout.max_response_tokens, config.evaluation.n = 4, 1
+    config.evaluation.verifier, config.evaluation.metrics = "", False
+    output = tmp_path / "out"
+    for _ in range(2):
+        assert generate(config, source, output, Contents()) == 0
+        assert not (output / "parts").exists()
+        (output / "parts").mkdir()
+        (output / "parts" / "000000000-000000001.parquet").touch()

@@ -125,6 +125,8 @@ def test_what_not_all_runs_have_is_not_compared():
     with_accuracy, without = logs(0.1, [0])[0], [{"step": 0, "reward/correct": 0.5}]
     assert compared_key([with_accuracy, without]) == "reward/correct"
     assert compared_key([with_accuracy, [{"step": 0}]]) == compared_key([]) == ""
+    unknown = [{"step": 0, "reward/correct": 0.5, "eval/sums/greedy_accuracy": None}]
+    assert compared_key([with_accuracy, unknown]) == "reward/correct"
 
 
 def test_table_file_and_picture_name_every_variant(tmp_path):

@@ -98,6 +98,26 @@ def test_a_model_may_be_mixed_with_another(directory, made, tmp_path):
         np.testing.assert_array_equal(values, found[name])
 
 
+def test_an_adapter_is_mixed_with_another_model_as_its_merged_model_is(tmp_path):
+    lora = models.Lora(models.peft.find_modules(CONFIG, ["mlp.*"]), rank=2, alpha=4.0)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for place, seed in ((base, 0), (tmp_path / "other", 1)):
+        models.save_directory(
+            place, random_params(POLICY, seed), CONFIG, data.character_tokenizer()
+        )
+    shapes = lora.shapes(POLICY.shapes())
+    random = np.random.default_rng(0)
+    pairs = jax.tree.map(lambda x: random.standard_normal(x.shape, np.float32), shapes)
+    models.peft.save_adapter(adapter, pairs, lora, CONFIG, base, str(base))
+    convert(adapter, tmp_path / "merged")
+    for source in ("adapter", "merged"):
+        convert(tmp_path / source, tmp_path / f"{source}_mixed", other=str(tmp_path / "other"))
+    found, expected = (weights(tmp_path / f"{one}_mixed") for one in ("adapter", "merged"))
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
 def test_another_architecture_is_not_mixed_in(directory, tmp_path):
     wide = dataclasses.replace(CONFIG, intermediate_size=24)
     params = random_params(models.Policy(wide))

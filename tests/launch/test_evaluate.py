@@ -8,6 +8,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
+from configs import default
 from semrl_jax.evaluation.samples import read_samples
 from tests.launch.conftest import TINY, run, run_each, start, succeed
 from tests.launch.test_bad_input import assert_each_is_one_line
@@ -71,6 +72,19 @@ def test_endless_problems_are_as_many_as_the_run_held_out(tmp_path):
     assert "evaluation.num_problems = 64 problems  [" in own.stdout
     everything = "evaluation.num_problems = 1000000000 problems  [set by the command"
     assert everything in named.stdout
+
+
+def test_the_family_of_the_first_run_is_not_that_of_all_policies(tmp_path):
+    settings = default.get_config()
+    settings.model.family = "tests.models.own_family"
+    record = {"run_id": "a", "config": settings.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    flags = [f"--policy={tmp_path}", f"--output={tmp_path}/out", "--explain"]
+    each, given = run_each(
+        "launch.evaluate", flags, [*flags, "--config.model.family=tests.models.own_family"]
+    )
+    assert "model.family = ''  [set by the command" in each.stdout
+    assert "model.family = tests.models.own_family  [" in given.stdout
 
 
 def files_of(directory):

@@ -8,6 +8,7 @@ import os
 import pathlib
 import signal
 import threading
+import types
 
 import pytest
 
@@ -171,6 +172,21 @@ def test_rows_of_other_libraries(trainer, package, make):
     (file,) = one.config.data.files
     written = [json.loads(line) for line in pathlib.Path(file).read_text().splitlines()]
     assert written == [*ROWS[:-1], {"question": "1+1=", "answer": "-"}]
+
+
+def test_a_policy_is_read_again_after_a_step(trainer, monkeypatch):
+    def steps(config, workdir):
+        for number in range(2):
+            yield types.SimpleNamespace(step=number, scored=None), {}
+        return 0
+
+    module = importlib.import_module("semrl_jax.library.trainer")
+    monkeypatch.setattr(module, "train_steps", steps)
+    monkeypatch.setattr(module, "LanguageModel", lambda path: contextlib.ExitStack())
+    one = trainer()
+    found = [one.policy for _ in one]
+    found.append(one.policy)  # of the checkpoint at the end
+    assert len(set(found)) == 3 and one.policy is found[-1]
 
 
 @pytest.mark.slow

@@ -196,3 +196,11 @@ def test_functions_of_a_program_with_a_cache_are_sent(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "6.0\n", done.stderr
+
+
+def test_functions_in_a_directory_with_a_colon(tmp_path):
+    file = tmp_path / "10:46" / "rewards.pkl"
+    file.parent.mkdir()
+    file.write_bytes(dump_functions({"one": lambda response, reference: 1.0}))
+    function, _ = load_function(f"{file}:one")
+    assert function("", "", {}) == 1.0

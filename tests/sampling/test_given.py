@@ -11,6 +11,7 @@ from semrl_jax.sampling.exchange import pack_scored, unpack_scored
 from semrl_jax.sampling.given import with_given
 from semrl_jax.sampling.requests import Draw, training_draw
 from semrl_jax.sampling.scoring import Scored, ScoredRollout, num_sampled_tokens, sampled_scalars
+from semrl_jax.sampling.selecting import sample_until_kept
 from semrl_jax.training.probes.staleness import staleness
 from semrl_jax.types import VersionSpan, WeightVersion
 from tests.fixtures import make_scored
@@ -95,3 +96,16 @@ def test_scalars_are_of_sampled_responses(config):
     for item in scored:
         object.__setattr__(item.rollout, "versions", (span,))
     assert staleness(found, 5) == {"rollout/staleness": 1.0, "rollout/staleness/max": 1.0}
+
+
+def test_wrong_responses_that_were_replaced_count_in_the_share_of_correct_ones(config):
+    """Two of four are correct in the first group, none in the second."""
+    config.rollout.given_when, scored = "failed", sampled([1, 1, 0, 0, 0, 0, 0, 0])
+    draw = Draw((), {}, {}, given={1: IDS[:1]})
+    found = with_given(scored, draw, config.rollout, graded)
+    rewards = np.array([[1, 1, 0, 0], [0, 0, 0, 1]], np.float32)
+    scalars = batch_scalars(found, rewards)
+    assert (scalars["reward/correct"], scalars["reward/mean"]) == (0.25, 0.25)
+    options = {"num_groups": 1, "max_rounds": 1, "keep_by": "reward"}
+    scalars = sample_until_kept(lambda *_: found, lambda _: rewards, **options).scalars
+    assert (scalars["reward/correct_sampled"], scalars["reward/mean_sampled"]) == (0.25, 0.25)

@@ -4,6 +4,8 @@ import json
 import zlib
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from semrl_jax.data import character_tokenizer
@@ -11,7 +13,12 @@ from semrl_jax.evaluation.evaluator import Evaluator
 from semrl_jax.evaluation.scores import greedy
 from semrl_jax.rewards import Verdict
 from semrl_jax.runs import validate
-from semrl_jax.sampling.prompt_sources import check_files, evaluation_files, held_out_problems
+from semrl_jax.sampling.prompt_sources import (
+    check_files,
+    evaluation_files,
+    held_out_problems,
+    prompts_of_files,
+)
 from semrl_jax.sampling.requests import EVALUATION, stream_seed
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.support.clock import Clock
@@ -153,3 +160,16 @@ def test_too_long_problems_are_not_sampled_but_count_as_wrong(config, tmp_path):
         "eval/long/greedy_accuracy_stderr": 0,
         "eval/long/num_problems": 1,
     }
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_field_of_given_responses_that_no_row_has_is_refused(config, tmp_path, suffix):
+    file, row = tmp_path / f"q{suffix}", GSM8K | {"solution": "18"}
+    if suffix == ".jsonl":
+        file.write_text(json.dumps(row) + "\n")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    config.data.update(task="files", files=(str(file),), given_field="solutoin")
+    config.rollout.given_responses = 1
+    message = "data.given_field='solutoin': no row has a given response; name the field"
+    refused(message, prompts_of_files, config, character_tokenizer(), print)

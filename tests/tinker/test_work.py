@@ -1,14 +1,18 @@
 """The thread's work with a trainer whose models are numbers, and the names of weights."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import shutil
+import threading
 import types
 
 import numpy as np
 import pydantic
 import pytest
 
+from semrl_jax.support.safe_files import replacing_directory
 from semrl_jax.tinker import weights
 from semrl_jax.tinker.futures import Futures, Request
 from semrl_jax.tinker.requests import SaveForSampler, SaveWeights
@@ -99,3 +103,64 @@ def test_a_path_that_is_too_long_does_not_exist(tmp_path):
     (tmp_path / "m" / weights.WEIGHTS).mkdir(parents=True)
     with pytest.raises(ValueError, match="does not exist on this server"):
         weights.find(tmp_path, weights.path_of("m", weights.WEIGHTS, "x" * 300))
+
+
+def end_of(work, kind, body):
+    request = Request(f"m:{kind}", kind, json.dumps(body).encode(), "m", 1)
+    (end,) = work._ends([request])
+    return end
+
+
+def test_a_model_has_the_rank_of_the_weights_that_it_loaded(tmp_path):
+    trainer = Trainer()
+    directory = tmp_path / "m" / weights.WEIGHTS / "wide"
+    trainer.save(Model(), directory)
+    record = {"rank": 4, "user_metadata": {"of": "me"}}
+    with contextlib.closing(Futures(tmp_path / "futures.sqlite3")) as futures:
+        futures.put("model", "m", record)
+        work = Work(futures, trainer, types.SimpleNamespace(limits=None), tmp_path)
+        trainer.load = lambda path, optimizer: Wide()
+        path = weights.path_of("m", weights.WEIGHTS, "wide")
+        body = {"model_id": "m", "seq_id": 1, "path": path, "optimizer": False}
+        assert not end_of(work, "load_weights", body).error
+        assert futures.get("model", "m") == record | {"rank": 8}
+
+
+class Wide(Model):
+    lora = types.SimpleNamespace(rank=8)
+
+
+class Replacing(Trainer):
+    def save(self, model, path, optimizer=True):
+        with replacing_directory(path) as staging:
+            (staging / "model.json").touch()
+
+
+def test_weights_can_be_saved_while_those_of_their_name_are_deleted(tmp_path, monkeypatch):
+    """The deletion stands still in the middle, until the save is done or for half a second."""
+    trainer, remove = Replacing(), shutil.rmtree
+    entered, saved = threading.Event(), threading.Event()
+
+    def slow(path):
+        if threading.current_thread() is not threading.main_thread():
+            entered.set(), saved.wait(0.5)
+        remove(path)
+
+    directory = tmp_path / "m" / weights.WEIGHTS / "a"
+    trainer.save(Model(), directory)
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    samples = types.SimpleNamespace(limits=None, forget=lambda path: None)
+    with (
+        contextlib.closing(Futures(tmp_path / "futures.sqlite3")) as futures,
+        concurrent.futures.ThreadPoolExecutor() as threads,
+    ):
+        work = Work(futures, trainer, samples, tmp_path)
+        work._models["m"] = Model()
+        path = weights.path_of("m", weights.WEIGHTS, "a")
+        deleted = threads.submit(weights.delete, tmp_path, path)
+        assert entered.wait(10)
+        end = end_of(work, "save_weights", {"model_id": "m", "seq_id": 1, "path": "a"})
+        saved.set()
+        deleted.result()
+        assert not end.error
+    assert [file.name for file in directory.parent.iterdir()] == ["a"]

@@ -136,4 +136,7 @@ class ChildReplica(contextlib.AbstractContextManager):
                 self._progress(
                     f"the rollout replica ended with code {code}; started again ({self._log})"
                 )
-                self._process = self._start()
+                try:
+                    self._process = self._start()
+                except UserError as error:  # perhaps for lack of memory: tried again
+                    self._progress(str(error))

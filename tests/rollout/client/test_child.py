@@ -100,3 +100,15 @@ def test_a_child_that_does_not_listen_is_a_one_line_error(
 def test_a_missing_program_is_named(tmp_path):
     with pytest.raises(UserError, match="nowhere/python: No such file"):
         ChildReplica(["/nowhere/python"], directory=tmp_path, log=tmp_path / "log.txt")
+
+
+def test_it_is_tried_again_if_it_cannot_be_started(tmp_path):
+    log, lines, program = tmp_path / "log.txt", [], tmp_path / "python"
+    program.symlink_to(sys.executable)
+    arguments = [str(program), "-c", SERVER]
+    with ChildReplica(arguments, directory=tmp_path, log=log, progress=lines.append):
+        program.unlink()
+        os.kill(pid_of(log), signal.SIGKILL)
+        wait_until(lambda: any("cannot be started" in line for line in lines))
+        program.symlink_to(sys.executable)
+        wait_until(lambda: log.read_text().count("token") == 2)
