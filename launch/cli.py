@@ -275,6 +275,18 @@ def given_values(name: str) -> list[str]:
     return found
 
 
+def config_arguments() -> list[str]:
+    """The flags of the config on the command line, to pass them on."""
+    found = []
+    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
+        if re.match(r"--?(no)?config(\.[\w.]+)?(=|$)", argument):
+            found.append(argument)
+            # The value of a flag without "=" follows; one that is True or False may have none.
+            if "=" not in argument and not re.match(r"$|--?[A-Za-z]", following):
+                found.append(following)
+    return found
+
+
 def _take_users_options() -> None:
     """Lets flags set the options that a user's algorithm declares."""
     if not any(re.match(r"--?(no)?config\.algorithms\.options\.", one) for one in sys.argv):

@@ -11,10 +11,7 @@ sweep.png and report.html in --output. Exit codes: 0 done, 1 a run has failed, 2
 line names it), 75 ended by a signal.
 """
 
-import itertools
 import pathlib
-import re
-import sys
 
 from absl import flags
 from ml_collections import config_flags
@@ -57,24 +54,12 @@ def main() -> int:
     reporter = Reporter(quiet=QUIET.value)
     code = 0
     if not SUMMARIZE.value:
-        one = sweep.Sweep(arguments_of_runs(), slots or [[]] * PARALLEL.value, reporter)
+        one = sweep.Sweep(cli.config_arguments(), slots or [[]] * PARALLEL.value, reporter)
         one.check(planned)
         code = one.run(planned)
     if code != sweep.EXIT_PREEMPTED:
         sweep.summarize(planned, output, reporter)
     return code
-
-
-def arguments_of_runs() -> list[str]:
-    """The flags of the config, for every run."""
-    found = []
-    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
-        if re.match(r"--?(no)?config(\.[\w.]+)?(=|$)", argument):
-            found.append(argument)
-            # The value of a flag without "=" follows; one that is True or False may have none.
-            if "=" not in argument and not re.match(r"$|--?[A-Za-z]", following):
-                found.append(following)
-    return found
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from launch.sweep import arguments_of_runs
+from launch import cli
 from semrl_jax.jobs.sweep import Planned, Variant, plan, variants_of
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.over_seeds import Estimate, compared, compared_key
@@ -49,7 +49,7 @@ def test_the_runs_get_the_flags_of_the_config_alone(monkeypatch):
     of_config = ["--config=a.py", "--config.seed", "-1", "--noconfig.c.d", "--config.data.shuffle"]
     for others in ([], ["--vary=e.f=1,2"], ["-quiet"]):
         monkeypatch.setattr(sys, "argv", ["launch.sweep", *of_config, *others])
-        assert arguments_of_runs() == of_config
+        assert cli.config_arguments() == of_config
 
 
 def test_a_run_is_finished_at_the_steps_that_are_asked_for_now(tmp_path):
