@@ -12,6 +12,7 @@ line names it), 75 ended by a signal.
 """
 
 import pathlib
+import re
 
 from absl import flags
 from ml_collections import config_flags
