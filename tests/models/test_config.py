@@ -27,7 +27,7 @@ def hf_config(model_type, **fields):
 
 def check_fields(config, theirs):
     """Our config has the values of transformers' config."""
-    assert config.head_dim == getattr(theirs, "head_dim", 16)
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 16)
     assert config.sliding_window == getattr(theirs, "sliding_window", None)
     kinds = enumerate(getattr(theirs, "layer_types", None) or ())
     full = tuple(layer for layer, kind in kinds if kind == "full_attention")
@@ -58,10 +58,13 @@ def test_every_family_is_read_as_transformers_writes_it(family):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen2", "qwen3", "mistral", "llama", "gemma3_text", "gemma", "gemma2", "phi3"]
+    "model_type",
+    ["qwen2", "qwen3", "mistral", "llama", "gemma3_text", "gemma", "gemma2", "phi3", "mixtral"],
 )
 def test_absent_fields_have_the_defaults_of_transformers(model_type):
     fields = hf_config(model_type, use_sliding_window=True, max_window_layers=1)
+    if model_type == "mixtral":
+        fields |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     check_fields(models.config_from_hf(fields), transformers.AutoConfig.for_model(**fields))
 
 
