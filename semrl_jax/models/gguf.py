@@ -166,9 +166,10 @@ class Gguf:
 
     def _rope_scaling(self, hf: Mapping[str, Any]) -> dict[str, Any] | None:
         """Linear scaling, or that of Llama 3.1, of which the file has the divisors alone."""
-        kind = self.get(f"{self.architecture}.rope.scaling.type", "none")
+        factor = self.get(f"{self.architecture}.rope.scaling.factor", 1.0)
+        absent = "none" if factor == 1.0 else "linear"  # which llama.cpp takes
+        kind = self.get(f"{self.architecture}.rope.scaling.type", absent)
         if kind == "linear":
-            factor = self.get(f"{self.architecture}.rope.scaling.factor", 1.0)
             return {"rope_type": "linear", "factor": factor}
         if kind != "none":
             raise self._error(f"rope.scaling.type={kind!r:.50} is not supported, only linear")

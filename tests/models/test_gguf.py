@@ -208,6 +208,15 @@ def test_what_is_not_supported_is_one_line(qwen, tmp_path, fields, message):
     assert not list(tmp_path.glob("target*"))
 
 
+def test_a_factor_without_a_type_is_linear(qwen, tmp_path):
+    """As in llama.cpp."""
+    for fields in ({}, {"qwen2.rope.scaling.type": "linear"}):
+        fields = fields | {"qwen2.rope.scaling.factor": 4.0}
+        source = gguf.Gguf(write(tmp_path / "x.gguf", qwen, "qwen2", **fields))
+        scaling = models.config_from_hf(source.hf_config()).rope_scaling
+        assert (scaling.rope_type, scaling.factor) == ("linear", 4.0)
+
+
 def test_a_damaged_file_is_one_line_or_another_model(qwen, tmp_path):
     """Truncated at 20 places, and 60 bytes flipped in the header."""
     content = write(tmp_path / "x.gguf", qwen, "qwen2").read_bytes()
