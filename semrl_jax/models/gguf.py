@@ -167,7 +167,7 @@ class Gguf:
     def _rope_scaling(self, hf: Mapping[str, Any]) -> dict[str, Any] | None:
         """Linear scaling, or that of Llama 3.1, of which the file has the divisors alone."""
         factor = self.get(f"{self.architecture}.rope.scaling.factor", 1.0)
-        absent = "none" if factor == 1.0 else "linear"  # which llama.cpp takes
+        absent = "none" if factor in (0.0, 1.0) else "linear"  # which llama.cpp takes
         kind = self.get(f"{self.architecture}.rope.scaling.type", absent)
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}

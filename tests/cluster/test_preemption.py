@@ -51,7 +51,7 @@ def test_an_interrupt_has_no_grace_time(monkeypatch):
 
 
 def test_sigterm_after_an_interrupt_has_the_grace_time(monkeypatch):
-    """As when the scheduler ends a job in which somebody has pressed Ctrl-C."""
+    """Then the scheduler ends the job, and does not wait for ever."""
     codes = queue.Queue()
     monkeypatch.setattr(os, "_exit", codes.put)
     with StopRequest(0.01, 75).installed():

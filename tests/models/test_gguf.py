@@ -209,7 +209,7 @@ def test_what_is_not_supported_is_one_line(qwen, tmp_path, fields, message):
 
 
 def test_a_factor_without_a_type_is_linear(qwen, tmp_path):
-    """As in llama.cpp."""
+    """llama.cpp reads it so."""
     for fields in ({}, {"qwen2.rope.scaling.type": "linear"}):
         fields = fields | {"qwen2.rope.scaling.factor": 4.0}
         source = gguf.Gguf(write(tmp_path / "x.gguf", qwen, "qwen2", **fields))
