@@ -24,7 +24,7 @@ from semrl_jax.models.hf_config import config_from_hf
 from semrl_jax.models.hf_weights import HfTensor, hf_tensors
 from semrl_jax.support.errors import UserError
 
-VERSION = 1  # of the conversion; part of the names of converted directories
+VERSION = 2  # of the conversion; part of the names of converted directories
 FAMILIES = {  # architecture of the file: `model_type` of Hugging Face
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
@@ -80,6 +80,9 @@ _SPLITS = {
     "smollm": _DIGITS,
     **dict.fromkeys(("default", "gpt-2"), None),
 }
+# Kinds with a first token, unless the file says otherwise, in which a word of the vocabulary needs
+# no merges.
+_WHOLE_WORDS = (*_LLAMA3, "tekken")
 
 
 def find_file(path: pathlib.Path) -> pathlib.Path | None:
@@ -261,7 +264,8 @@ class Gguf:
                 if token_id is not None and 0 <= token_id < len(tokens):
                     special[name] = tokens[token_id]
             bos = special.get("bos_token")
-            if bos and self.get("tokenizer.ggml.add_bos_token", model == "llama"):
+            has_first = model == "llama" or self.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+            if bos and self.get("tokenizer.ggml.add_bos_token", has_first):
                 backend.post_processor = processors.TemplateProcessing(
                     f"{bos} $A", f"{bos} $A {bos} $B", [(bos, tokens.index(bos))]
                 )
@@ -285,7 +289,7 @@ class Gguf:
             raise self._error("tokenizer.ggml.merges must be a list of texts")
         pairs = [tuple(merge.split(" ")) for merge in merges]
         vocabulary = {token: index for index, token in enumerate(tokens)}
-        backend = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind in _LLAMA3))
+        backend = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind in _WHOLE_WORDS))
         split = _SPLITS[kind]
         byte_level = pre_tokenizers.ByteLevel(
             add_prefix_space=False, use_regex=split in (None, _DIGITS)

@@ -164,6 +164,24 @@ def test_the_tokenizer_and_the_template_come_along(made):
     assert models.eos_token_ids(converted) == (1,)
 
 
+@pytest.mark.parametrize(
+    ("kind", "added", "tokens"),
+    [
+        ("llama-bpe", None, ["<pad>", "a", "Ġa"]),
+        ("llama-bpe", False, ["a", "Ġa"]),
+        ("tekken", None, ["<pad>", "a", "Ġa"]),
+        ("qwen2", None, ["a", "a"]),  # no merge makes "Ġa", and "Ġ" is no token here
+        ("qwen2", True, ["<pad>", "a", "a"]),
+    ],
+)
+def test_the_kind_of_tokenizer_says_what_the_file_does_not(qwen, tmp_path, kind, added, tokens):
+    """The first token, and whether words of the vocabulary need merges."""
+    fields = {"pre": kind, "add_bos_token": added, "bos_token_id": 0}
+    fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    made = gguf.Gguf(write(tmp_path / "x.gguf", qwen, "qwen2", **fields)).tokenizer()
+    assert made.convert_ids_to_tokens(made("a a").input_ids) == tokens
+
+
 def test_a_path_is_converted_once(made, tmp_path, monkeypatch, capsys):
     _, file, _ = made
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
