@@ -286,6 +286,10 @@ def test_a_family_is_chosen_for_a_random_model():
         ({"sliding_window": "often"}, "sliding_window='often' must be none, all or some"),
         ({"head_dim": 0}, "head_dim=0 must be a whole number above 0"),
         ({"activation": "relu"}, "activation='relu' must be one of"),
+        (
+            {"attention_bias": True, "fused": {"qkv": ("query", "key", "value")}},
+            "fused='qkv' has the query, whose bias lies between the kernels",
+        ),
     ],
 )
 def test_a_family_with_a_wrong_field_is_refused(wrong, message):
