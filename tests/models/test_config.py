@@ -3,13 +3,14 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 import transformers
 
 from configs import default
 from semrl_jax import models
 from semrl_jax.models.families import Family
-from semrl_jax.models.of_config import build_policy
+from semrl_jax.models.of_config import build_policy, find_value_model
 from semrl_jax.support.errors import UserError
 from tests.cases import raised, refused
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
@@ -278,6 +279,20 @@ def test_a_family_is_chosen_for_a_random_model():
     settings.model.family = "llama"
     policy, _ = build_policy(settings)
     assert (policy.config.model_type, policy.config.family) == ("llama", "")
+
+
+def test_a_critic_may_be_of_the_policys_family_or_of_another(tmp_path):
+    settings = default.get_config()
+    settings.model.hidden_size = 32
+    for family in ("qwen2", OWN):
+        settings.model.family = family
+        policy, tokenizer = build_policy(settings)
+        params = policy.init(jax.random.key(0))
+        models.save_directory(tmp_path / family, params, policy.config, tokenizer)
+    for family, own in (("qwen2", ""), (OWN, OWN)):
+        path = str(tmp_path / family)
+        found = find_value_model("critic.path", path, settings, policy, tokenizer, None)
+        assert found.model.config.family == own
 
 
 @pytest.mark.parametrize(
