@@ -63,6 +63,7 @@ _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryErr
 
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ENDS = ("eot", "eom")  # of a turn and of a message, where llama.cpp stops too
 # How texts are split before byte-level merges, by `tokenizer.ggml.pre`. None: as GPT-2.
 _DIGITS = "digits"
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
@@ -165,6 +166,10 @@ class Gguf:
         found["rope_scaling"] = self._rope_scaling(found)
         for ours, theirs in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
             found[f"{ours}_token_id"] = self.get(f"tokenizer.ggml.{theirs}_token_id")
+        ends = (self.get(f"tokenizer.ggml.{name}_token_id", -1) for name in _ENDS)
+        if further := [e for e in ends if type(e) is int and 0 <= e < found["vocab_size"]]:
+            own = [] if found["eos_token_id"] is None else [found["eos_token_id"]]
+            found["eos_token_id"] = list(dict.fromkeys(own + further))
         return found
 
     def _rope_scaling(self, hf: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -235,6 +235,12 @@ def test_a_factor_without_a_type_is_linear(qwen, tmp_path):
         assert (scaling.rope_type, scaling.factor) == ("linear", 4.0)
 
 
+def test_tokens_that_end_a_turn_or_a_message_end_a_response(qwen, tmp_path):
+    fields = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2**32 - 1}
+    gguf.convert(write(tmp_path / "x.gguf", qwen, "qwen2", **fields), tmp_path / "made")
+    assert models.eos_token_ids(tmp_path / "made") == (1, 5)
+
+
 def test_a_damaged_file_is_one_line_or_another_model(qwen, tmp_path):
     """Truncated at 20 places, and 60 bytes flipped in the header."""
     content = write(tmp_path / "x.gguf", qwen, "qwen2").read_bytes()
