@@ -28,6 +28,7 @@ class StopRequest:
     def __init__(self, grace_s: float, exit_code: int, forward: Callable[[], None] = lambda: None):
         self._signal_name = ""
         self._first = threading.Lock()  # taken by the first signal; the next may interrupt it
+        self._first_sigterm = threading.Lock()  # likewise
         self._num_interrupts = 0  # SIGINT
         self._main_thread = 0  # 0 unless the handlers are installed
         self._forward = forward
@@ -106,11 +107,11 @@ class StopRequest:
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts > 1:
             raise KeyboardInterrupt
+        if number == signal.SIGTERM and self._first_sigterm.acquire(blocking=False):
+            self._watchdog.start()
         if not self._first.acquire(blocking=False):
             return
         self._signal_name = signal.Signals(number).name
-        if number == signal.SIGTERM:
-            self._watchdog.start()
         threading.Thread(target=self._forward, daemon=True).start()
         if self._depth:
             raise Preempted(self._signal_name)
@@ -119,7 +120,7 @@ class StopRequest:
         """Ends the process: the sender would kill it soon. The files on disk are complete."""
         missing, consequence = self._late
         print(
-            f"{self._signal_name}: {missing} within training.grace_s={grace_s:g} s; {consequence}",
+            f"SIGTERM: {missing} within training.grace_s={grace_s:g} s; {consequence}",
             file=sys.stderr,
             flush=True,
         )

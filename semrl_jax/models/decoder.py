@@ -200,10 +200,17 @@ class DecoderLayer(nnx.Module):
     """Norm, attention, norm, gated feed-forward. The caller computes the attention itself."""
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: jnp.dtype, mesh: Mesh | None, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: jnp.dtype,
+        mesh: Mesh | None,
+        rngs: nnx.Rngs,
+        platform: str | None = None,
     ):
         self.config = config
         self.mesh = mesh
+        self.platform = platform
         hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
 
         def linear(name, num_in, num_out, bias=False):
@@ -302,7 +309,8 @@ class DecoderLayer(nnx.Module):
                 return gather_over_fsdp(own, name, self.mesh)
 
             kernels = Kernels(*map(kernel, ("router", "expert_gate", "expert_up", "expert_down")))
-            found = mixture(normed, kernels, self.config.experts, activation, self.mesh, given)
+            options = self.config.experts, activation, self.mesh, given, self.platform
+            found = mixture(normed, kernels, *options)
             return constrain(found[0], "states", self.mesh), found[1]
         features = activation(self.gate(normed, dropout)) * self.up(normed, dropout)
         features = constrain(features, "features", self.mesh)
@@ -345,7 +353,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked_layers(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, dtype=dtype, mesh=mesh, rngs=rngs)
+            return DecoderLayer(config, dtype=dtype, mesh=mesh, rngs=rngs, platform=platform)
 
         self.layers = stacked_layers(rngs)
         if self._mixes_kinds:  # a layer has one kind of feed-forward

@@ -45,18 +45,19 @@ def mixture(
     activation: Callable[[Array], Array],
     mesh: Mesh | None,
     given: Integer[Array, "B S C"] | None = None,
+    platform: str | None = None,
 ) -> tuple[Float[Array, "B S D"], Int[Array, "B S C"]]:
     """The weighted sum of the outputs of each token's experts, and the experts; see `route`.
 
-    Padding is routed as well.
+    Padding is routed as well. `platform`: as in `self_attention`.
     """
+    platform = platform or platform_of(mesh)
     if mesh is None:
         tokens = x.reshape(-1, x.shape[-1])
         asked = None if given is None else given.reshape(len(tokens), -1)
         chosen, weights = route(tokens, kernels.router, experts, asked)
-        found = _own_part(tokens, chosen, weights, kernels, activation, 0, jax.default_backend())
+        found = _own_part(tokens, chosen, weights, kernels, activation, 0, platform)
         return found.reshape(x.shape), chosen.reshape(*x.shape[:-1], -1)
-    platform = platform_of(mesh)
     spec = activation_spec("states", x.shape, mesh)
     # Few rows are not split over the data axes: then every device has them.
     splits_rows = spec[0] is not None

@@ -24,7 +24,7 @@ from semrl_jax.models.hf_config import config_from_hf
 from semrl_jax.models.hf_weights import HfTensor, hf_tensors
 from semrl_jax.support.errors import UserError
 
-VERSION = 1  # of the conversion; part of the names of converted directories
+VERSION = 2  # of the conversion; part of the names of converted directories
 FAMILIES = {  # architecture of the file: `model_type` of Hugging Face
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
@@ -63,6 +63,7 @@ _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryErr
 
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ENDS = ("eot", "eom")  # of a turn and of a message, where llama.cpp stops too
 # How texts are split before byte-level merges, by `tokenizer.ggml.pre`. None: as GPT-2.
 _DIGITS = "digits"
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
@@ -80,6 +81,9 @@ _SPLITS = {
     "smollm": _DIGITS,
     **dict.fromkeys(("default", "gpt-2"), None),
 }
+# Kinds with a first token, unless the file says otherwise, in which a word of the vocabulary needs
+# no merges.
+_WHOLE_WORDS = (*_LLAMA3, "tekken")
 
 
 def find_file(path: pathlib.Path) -> pathlib.Path | None:
@@ -162,13 +166,18 @@ class Gguf:
         found["rope_scaling"] = self._rope_scaling(found)
         for ours, theirs in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
             found[f"{ours}_token_id"] = self.get(f"tokenizer.ggml.{theirs}_token_id")
+        ends = (self.get(f"tokenizer.ggml.{name}_token_id", -1) for name in _ENDS)
+        if further := [e for e in ends if type(e) is int and 0 <= e < found["vocab_size"]]:
+            own = [] if found["eos_token_id"] is None else [found["eos_token_id"]]
+            found["eos_token_id"] = list(dict.fromkeys(own + further))
         return found
 
     def _rope_scaling(self, hf: Mapping[str, Any]) -> dict[str, Any] | None:
         """Linear scaling, or that of Llama 3.1, of which the file has the divisors alone."""
-        kind = self.get(f"{self.architecture}.rope.scaling.type", "none")
+        factor = self.get(f"{self.architecture}.rope.scaling.factor", 1.0)
+        absent = "none" if factor in (0.0, 1.0) else "linear"  # which llama.cpp takes
+        kind = self.get(f"{self.architecture}.rope.scaling.type", absent)
         if kind == "linear":
-            factor = self.get(f"{self.architecture}.rope.scaling.factor", 1.0)
             return {"rope_type": "linear", "factor": factor}
         if kind != "none":
             raise self._error(f"rope.scaling.type={kind!r:.50} is not supported, only linear")
@@ -260,7 +269,8 @@ class Gguf:
                 if token_id is not None and 0 <= token_id < len(tokens):
                     special[name] = tokens[token_id]
             bos = special.get("bos_token")
-            if bos and self.get("tokenizer.ggml.add_bos_token", model == "llama"):
+            has_first = model == "llama" or self.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+            if bos and self.get("tokenizer.ggml.add_bos_token", has_first):
                 backend.post_processor = processors.TemplateProcessing(
                     f"{bos} $A", f"{bos} $A {bos} $B", [(bos, tokens.index(bos))]
                 )
@@ -284,7 +294,7 @@ class Gguf:
             raise self._error("tokenizer.ggml.merges must be a list of texts")
         pairs = [tuple(merge.split(" ")) for merge in merges]
         vocabulary = {token: index for index, token in enumerate(tokens)}
-        backend = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind in _LLAMA3))
+        backend = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind in _WHOLE_WORDS))
         split = _SPLITS[kind]
         byte_level = pre_tokenizers.ByteLevel(
             add_prefix_space=False, use_regex=split in (None, _DIGITS)

@@ -15,9 +15,11 @@ from jaxtyping import Float
 from semrl_jax import data, models
 from semrl_jax.models import peft
 from semrl_jax.models.directory import read_tensors
+from semrl_jax.models.families import find_family
 from semrl_jax.models.hf_weights import EMBEDDING, HEAD
 from semrl_jax.settings.model import ReferenceModel, reference_models
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.safe_files import read_json_object
 
 RANDOM_MODEL_FIELDS = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "tie_embeddings",
@@ -163,7 +165,7 @@ def find_value_model(
     fit the lengths of the run.
     """
     if tokenizer is None:
-        directory, architecture = _on_mesh(field, path, mesh)
+        directory, architecture = _on_mesh(field, path, config, mesh)
     else:
         directory, architecture = _beside(field, path, config, policy, tokenizer, mesh)
     model = models.ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
@@ -184,7 +186,7 @@ def _beside(
 ) -> tuple[pathlib.Path, models.DecoderConfig]:
     """The directory and architecture of another model that reads the policy's responses."""
     place = f"{field}={path!r}"
-    directory, architecture = _on_mesh(field, path, mesh)
+    directory, architecture = _on_mesh(field, path, config, mesh)
     data.check_same_tokens(field, directory, tokenizer)
     if architecture.vocab_size < policy.config.vocab_size:
         raise UserError(
@@ -200,16 +202,30 @@ def _beside(
     return directory, architecture
 
 
-def _on_mesh(field: str, path: str, mesh: Mesh | None) -> tuple[pathlib.Path, models.DecoderConfig]:
-    """The directory and architecture of a model whose parameters the mesh, if any, can hold."""
+def _on_mesh(
+    field: str, path: str, config: ml_collections.ConfigDict, mesh: Mesh | None
+) -> tuple[pathlib.Path, models.DecoderConfig]:
+    """The directory and architecture of a model whose parameters the mesh, if any, can hold.
+
+    It may be of the policy's family, or of one of this package.
+    """
     try:
         directory = models.find_directory(path)
-        architecture = models.load_config(directory)
+        architecture = models.load_config(directory, _family_of(directory, config.model.family))
         if mesh is not None:
             models.check_mesh(architecture, mesh)
     except UserError as error:
         raise UserError(f"{field}={path!r}: {error}") from None
     return directory, architecture
+
+
+def _family_of(directory: pathlib.Path, family: str) -> str:
+    """A given family if the model in the directory is of it, else ""."""
+    try:
+        model_type = read_json_object(directory / "config.json").get("model_type")
+    except (FileNotFoundError, UserError):
+        return ""  # `load_config` says what is wrong
+    return family if family and model_type == find_family(family).model_type else ""
 
 
 def value_params(

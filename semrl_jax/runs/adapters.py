@@ -36,7 +36,7 @@ class AdapterRecord(NamedTuple):
         cls, lora: models.Lora, path: str, directory: pathlib.Path, base_dtype: str
     ) -> AdapterRecord:
         """The record of adapters upon the model in `directory`, which the user named `path`."""
-        is_hub_id = path and not pathlib.Path(path).is_dir()
+        is_hub_id = path and not pathlib.Path(path).exists()  # a GGUF file is no hub id
         name = path if is_hub_id else str(directory.absolute())
         sample = peft.base_sample(directory)
         options = lora.modules, lora.rank, lora.alpha, lora.rank_stabilized, lora.dropout

@@ -181,6 +181,8 @@ class Checkpoints:
                     if self._exchange:
                         self._exchange.remove_own()
                     self._sound.add(step)
+                    if self._copies is not None and step == steps[-1]:
+                        self._copies.expect(step)
                     return state._replace(position=DataPosition(**meta["position"]))
                 except Exception as error:
                     is_mistake = isinstance(error, UserError)

@@ -289,6 +289,11 @@ class Copies:
                 self._worker = threading.Thread(target=self._work, name="copies", daemon=True)
                 self._worker.start()
 
+    def expect(self, step: int) -> None:
+        """Makes `close` copy the newest checkpoint of earlier attempts, if they could not."""
+        with self._lock:
+            self._last = step
+
     @property
     def in_use(self) -> set[int]:
         """Steps of checkpoints that are to be copied."""

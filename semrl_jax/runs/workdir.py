@@ -40,6 +40,7 @@ from semrl_jax.support.safe_files import (
 IN_CHECKPOINTS = (
     "rollout.max_staleness", "lora.rank", "data.curriculum", "training.resume_from",
 )  # fmt: skip
+OPTIONS = "optimizer.options."  # of which a run records only those that it has
 GIVEN = "given"  # rows and functions that a program gave to the run
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
 
@@ -402,7 +403,7 @@ def _compare(place: str, recorded: Any, settings: Any) -> tuple[str, ...]:
         if old.get(field) == new.get(field):
             continue
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
-        was_set = field in named or field in IN_CHECKPOINTS
+        was_set = field in named or field in IN_CHECKPOINTS or field.startswith(OPTIONS)
         if was_set and not _may_change(field):
             way = "restore the setting"
             if field in REMOVED:

@@ -50,6 +50,17 @@ def test_an_interrupt_has_no_grace_time(monkeypatch):
             request.check()
 
 
+def test_sigterm_after_an_interrupt_has_the_grace_time(monkeypatch):
+    """Then the scheduler ends the job, and does not wait for ever."""
+    codes = queue.Queue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    with StopRequest(0.01, 75).installed():
+        os.kill(os.getpid(), signal.SIGINT)
+        terminate()
+        assert codes.get(timeout=2) == 75
+        terminate()  # the watchdog starts once
+
+
 def test_a_signal_during_the_handler_of_another_changes_nothing(stop, monkeypatch):
     """Slurm signals a step again when it cancels the step."""
     names = signal.Signals

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 import transformers
 
 from configs import default
 from semrl_jax import models
 from semrl_jax.models.families import Family
-from semrl_jax.models.of_config import build_policy
+from semrl_jax.models.of_config import build_policy, find_value_model
 from semrl_jax.support.errors import UserError
 from tests.cases import raised, refused
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
@@ -27,7 +28,7 @@ def hf_config(model_type, **fields):
 
 def check_fields(config, theirs):
     """Our config has the values of transformers' config."""
-    assert config.head_dim == getattr(theirs, "head_dim", 16)
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 16)
     assert config.sliding_window == getattr(theirs, "sliding_window", None)
     kinds = enumerate(getattr(theirs, "layer_types", None) or ())
     full = tuple(layer for layer, kind in kinds if kind == "full_attention")
@@ -58,10 +59,13 @@ def test_every_family_is_read_as_transformers_writes_it(family):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen2", "qwen3", "mistral", "llama", "gemma3_text", "gemma", "gemma2", "phi3"]
+    "model_type",
+    ["qwen2", "qwen3", "mistral", "llama", "gemma3_text", "gemma", "gemma2", "phi3", "mixtral"],
 )
 def test_absent_fields_have_the_defaults_of_transformers(model_type):
     fields = hf_config(model_type, use_sliding_window=True, max_window_layers=1)
+    if model_type == "mixtral":
+        fields |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     check_fields(models.config_from_hf(fields), transformers.AutoConfig.for_model(**fields))
 
 
@@ -277,12 +281,30 @@ def test_a_family_is_chosen_for_a_random_model():
     assert (policy.config.model_type, policy.config.family) == ("llama", "")
 
 
+def test_a_critic_may_be_of_the_policys_family_or_of_another(tmp_path):
+    settings = default.get_config()
+    settings.model.hidden_size = 32
+    for family in ("qwen2", OWN):
+        settings.model.family = family
+        policy, tokenizer = build_policy(settings)
+        params = policy.init(jax.random.key(0))
+        models.save_directory(tmp_path / family, params, policy.config, tokenizer)
+    for family, own in (("qwen2", ""), (OWN, OWN)):
+        path = str(tmp_path / family)
+        found = find_value_model("critic.path", path, settings, policy, tokenizer, None)
+        assert found.model.config.family == own
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"sliding_window": "often"}, "sliding_window='often' must be none, all or some"),
         ({"head_dim": 0}, "head_dim=0 must be a whole number above 0"),
         ({"activation": "relu"}, "activation='relu' must be one of"),
+        (
+            {"attention_bias": True, "fused": {"qkv": ("query", "key", "value")}},
+            "fused='qkv' has the query, whose bias lies between the kernels",
+        ),
     ],
 )
 def test_a_family_with_a_wrong_field_is_refused(wrong, message):

@@ -90,6 +90,15 @@ def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized
     jax.tree.map(close, found, wanted)
 
 
+def test_a_plan_for_one_chip_has_the_products_of_that_chip(monkeypatch):
+    """A processor without the chip compiles it."""
+    monkeypatch.setattr("semrl_jax.models.policy.platform_of", lambda mesh: "tpu")
+    policy = models.Policy(dataclasses.replace(CONFIG, max_position_embeddings=99), attention="xla")
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    program = jax.make_jaxpr(policy.final_states)(policy.shapes(), tokens, tokens, tokens)
+    assert "ragged_dot" in str(program)
+
+
 @pytest.mark.parametrize(
     ("sizes", "rows"),
     [

@@ -164,6 +164,24 @@ def test_the_tokenizer_and_the_template_come_along(made):
     assert models.eos_token_ids(converted) == (1,)
 
 
+@pytest.mark.parametrize(
+    ("kind", "added", "tokens"),
+    [
+        ("llama-bpe", None, ["<pad>", "a", "Ġa"]),
+        ("llama-bpe", False, ["a", "Ġa"]),
+        ("tekken", None, ["<pad>", "a", "Ġa"]),
+        ("qwen2", None, ["a", "a"]),  # no merge makes "Ġa", and "Ġ" is no token here
+        ("qwen2", True, ["<pad>", "a", "a"]),
+    ],
+)
+def test_the_kind_of_tokenizer_says_what_the_file_does_not(qwen, tmp_path, kind, added, tokens):
+    """The first token, and whether words of the vocabulary need merges."""
+    fields = {"pre": kind, "add_bos_token": added, "bos_token_id": 0}
+    fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    made = gguf.Gguf(write(tmp_path / "x.gguf", qwen, "qwen2", **fields)).tokenizer()
+    assert made.convert_ids_to_tokens(made("a a").input_ids) == tokens
+
+
 def test_a_path_is_converted_once(made, tmp_path, monkeypatch, capsys):
     _, file, _ = made
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -206,6 +224,21 @@ def test_what_is_not_supported_is_one_line(qwen, tmp_path, fields, message):
     file = write(tmp_path / "x.gguf", qwen, "qwen2", **fields)
     assert str(file) in refused(message, gguf.convert, file, tmp_path / "target")
     assert not list(tmp_path.glob("target*"))
+
+
+def test_a_factor_without_a_type_is_linear(qwen, tmp_path):
+    """llama.cpp reads it so."""
+    for fields in ({}, {"qwen2.rope.scaling.type": "linear"}):
+        fields = fields | {"qwen2.rope.scaling.factor": 4.0}
+        source = gguf.Gguf(write(tmp_path / "x.gguf", qwen, "qwen2", **fields))
+        scaling = models.config_from_hf(source.hf_config()).rope_scaling
+        assert (scaling.rope_type, scaling.factor) == ("linear", 4.0)
+
+
+def test_tokens_that_end_a_turn_or_a_message_end_a_response(qwen, tmp_path):
+    fields = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2**32 - 1}
+    gguf.convert(write(tmp_path / "x.gguf", qwen, "qwen2", **fields), tmp_path / "made")
+    assert models.eos_token_ids(tmp_path / "made") == (1, 5)
 
 
 def test_a_damaged_file_is_one_line_or_another_model(qwen, tmp_path):

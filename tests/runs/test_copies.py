@@ -143,6 +143,30 @@ def test_a_store_that_fails_is_tried_again(copied, bucket, state, tmp_path, monk
     assert "checkpoint 1 could not be copied to memory://bucket/run (ClientError: Red" in lines[0]
 
 
+def test_the_next_start_copies_what_the_end_of_the_run_could_not(
+    copied, bucket, state, tmp_path, monkeypatch
+):
+    """Also if that start has nothing left to train."""
+    put, lines = Store.put, []
+
+    def fail(self, files):
+        if any("checkpoints" in name for name in files):
+            raise StoreError("ClientError: Reduce your request rate.")
+        put(self, files)
+
+    monkeypatch.setattr(Store, "put", fail)
+    train(copied, tmp_path / "run", state, (1,), warn=lines.append)
+    assert "the same command tries again" in lines[-1] and checkpoints_in(bucket) == []
+    monkeypatch.undo()
+    assert_same(train(copied, tmp_path / "run", state, ()), at_step(state, 1))
+    assert checkpoints_in(bucket) == ["1"]
+    # A start from an older checkpoint, because the newest one is damaged here, removes no good one.
+    train(copied, tmp_path / "run", state, (2,))
+    (tmp_path / "run" / "checkpoints" / "2" / "meta" / "metadata").write_text("{}")
+    assert_same(train(copied, tmp_path / "run", state, ()), at_step(state, 1))
+    assert checkpoints_in(bucket) == ["1", "2"]
+
+
 def test_only_whole_rows_are_copied(bucket, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st')  # while it is being written

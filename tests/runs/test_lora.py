@@ -13,6 +13,7 @@ from semrl_jax.models import peft
 from semrl_jax.models.lora import A, B, modules_with_adapters
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs import train
+from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoint_files import read_meta
 from semrl_jax.runs.config_checks import validate
 from semrl_jax.runs.policies import find_policies
@@ -226,6 +227,17 @@ def test_mistakes_of_settings(tmp_path):
     ):
         refused(message, train, lora_config(**fields), str(tmp_path / "run"))
         assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_names_a_base_that_others_can_read(tmp_path):
+    """PEFT reads no GGUF file, and a relative path means nothing elsewhere."""
+    file, converted = tmp_path / "model.gguf", tmp_path / "converted"
+    file.touch()
+    converted.mkdir()
+    lora = models.Lora(("query",), 4, 8.0)
+    for path in (file, converted):
+        assert AdapterRecord.of(lora, str(path), converted, "float32").base == str(converted)
+    assert AdapterRecord.of(lora, "owner/name", converted, "float32").base == "owner/name"
 
 
 @pytest.mark.slow

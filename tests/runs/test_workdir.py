@@ -218,6 +218,17 @@ def test_a_run_from_before_sampling_ahead_keeps_its_lag_of_zero(config, tmp_path
         open_workdir(str(tmp_path / "run"), config)
 
 
+def test_an_option_of_the_optimiser_may_neither_go_nor_come(config, tmp_path):
+    """A run records no default for it."""
+    for first, second in (({}, {"eps": 1e-3}), ({"eps": 1e-3}, {})):
+        run = str(tmp_path / f"run{len(first)}")
+        with config.unlocked():
+            config.optimizer.options = first
+            open_workdir(run, config).close()
+            config.optimizer.options = second
+        refused(r"another config \(optimizer.options.eps: ", open_workdir, run, config)
+
+
 def test_a_run_starts_where_there_is_no_git(monkeypatch):
     assert len(versions()["git"]) in (0, 40)
     monkeypatch.setenv("PATH", "")

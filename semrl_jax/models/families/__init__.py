@@ -64,6 +64,12 @@ class Family:
             raise ValueError(f"head_dim={self.head_dim!r} must be a whole number above 0, or None")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation={self.activation!r} must be one of {ACTIVATIONS}")
+        for name, modules in self.fused.items():
+            if self.attention_bias and {"query", "key", "value"}.intersection(modules):
+                raise ValueError(
+                    f"fused={name!r} has the {modules[0]}, whose bias lies between the kernels; "
+                    "fuse only kernels without biases"
+                )
         if isinstance(self.must_be_false, str):
             raise ValueError(f"must_be_false={self.must_be_false!r} must be a tuple of names")
 

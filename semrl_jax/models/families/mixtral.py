@@ -6,10 +6,18 @@ from typing import Any
 
 from semrl_jax.models.families import Family, Fields
 
+# What transformers gives absent fields.
+DEFAULTS = {
+    "sliding_window": None,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-5,
+}
+
 
 def from_hf(hf: Fields) -> dict[str, Any]:
-    """To Qwen3's names. An absent window is none, and weights of experts always sum to 1."""
-    given = {"sliding_window": None, **hf, "norm_topk_prob": True}
+    """To Qwen3's names. Weights of experts always sum to 1."""
+    given = DEFAULTS | dict(hf) | {"norm_topk_prob": True}
     if "intermediate_size" in hf:
         given["moe_intermediate_size"] = hf["intermediate_size"]
     return given
