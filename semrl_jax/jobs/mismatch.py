@@ -23,6 +23,7 @@ from semrl_jax.analysis.mismatch import (
     Observation,
     Observed,
     Weights,
+    as_given,
     diagnose,
     observe_rollouts,
     segments_of,
@@ -267,7 +268,7 @@ class _States:
             rows = np.full((num_prompt + num_tokens - 1, width), np.nan, np.float32)
             for name, found in parts.items():
                 first = num_prompt - 1 if name.endswith("decode") else 0
-                rows[first : first + len(found)] = found[:, plane]
+                rows[first : first + len(found)] = as_given(found[:, plane])
             states[count if layer == -1 else layer] = rows
         return states
 
@@ -496,7 +497,10 @@ def record(name: str, diagnosis: Diagnosis) -> dict[str, Any]:
         "sentence": diagnosis.sentence,
         "dtype": diagnosis.dtype,
         "logprob_mismatch": float(np.abs(known).mean()) if known.size else None,
-        "ratios": dict(zip(map(str, (s.last for s in diagnosis.segments)), diagnosis.ratios)),
+        "ratios": {
+            str(segment.last): ratio if np.isfinite(ratio) else None
+            for segment, ratio in zip(diagnosis.segments, diagnosis.ratios)
+        },
         "findings": [
             {
                 "kind": each.kind, "what": each.what, "layers": list(each.layers),

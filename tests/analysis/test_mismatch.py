@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks import faults
 from semrl_jax import models
-from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose
+from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose, observe_rollouts
 from semrl_jax.analysis.mismatch.computation import computation_of
+from semrl_jax.jobs.mismatch import record
+from semrl_jax.types import Rollout
 from tests.cases import refused, slow_after
 
 
@@ -107,6 +109,38 @@ def test_a_coarser_dtype_than_meant_is_told_and_a_meant_one_is_healthy():
 
 def test_no_response_is_refused():
     refused("no response", Observation.of, [])
+
+
+def test_responses_with_nothing_to_compare_are_refused():
+    """Such as those of launch.evaluate, which have token ids alone; they were called healthy."""
+    ids = np.arange(3, dtype=np.int32)
+    empty = Observed(ids, ids, np.full(3, np.nan, np.float32), {})
+    refused("neither log-probabilities nor hidden states", Observation.of, [empty])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_states_that_are_not_finite_are_told_and_the_others_compared(value):
+    config, params = faults.model("llama", 1)
+    observation = given(config, params)
+    planes = np.stack([each[0] for each in observation.states.values()], axis=1)
+    planes[20:, 2:, 0] = value
+    ids, targets = observation.ids[0], observation.targets[0]
+    rollout = Rollout(
+        "0", 0, 0, ids[:9], targets[8:], observation.logprobs[0, 8:], None, "length", (),
+        hidden_states=planes[8:], layers=(0, 1, 2, 3, -1), prompt_states=planes[:9],
+    )  # fmt: skip
+    diagnosis = diagnose(config, params, observe_rollouts([rollout], config.num_layers))
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.what) == ("not_finite", "the input of layer 2")
+    assert "is not finite at 4 of 24 tokens" in diagnosis.sentence
+    assert max(diagnosis.ratios) < 5 and diagnosis.dtype == "float32"
+
+
+def test_a_ratio_that_is_not_finite_is_null_in_the_record():
+    config, params = faults.model("llama", 1)
+    diagnosis = diagnose(config, params, given(config, params))
+    diagnosis = dataclasses.replace(diagnosis, ratios=(np.inf, *diagnosis.ratios[1:]))
+    assert record("jax", diagnosis)["ratios"]["0"] is None
 
 
 @pytest.mark.slow
