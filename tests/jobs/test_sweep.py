@@ -125,6 +125,8 @@ def test_what_not_all_runs_have_is_not_compared():
     with_accuracy, without = logs(0.1, [0])[0], [{"step": 0, "reward/correct": 0.5}]
     assert compared_key([with_accuracy, without]) == "reward/correct"
     assert compared_key([with_accuracy, [{"step": 0}]]) == compared_key([]) == ""
+    never_finite = [{"step": 0, "sft/loss": None}]  # ended after three skipped updates
+    assert compared_key([never_finite, [{"step": 0, "sft/loss": 0.5}]]) == ""
 
 
 def test_table_file_and_picture_name_every_variant(tmp_path):
