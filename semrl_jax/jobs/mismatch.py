@@ -55,6 +55,7 @@ COLUMNS = (
     "rollout_logprobs",
     "rollout_raw_logprobs",
     "response_mask",
+    "conversations",
     "step",
     "response",
     "finish_reason",
@@ -206,6 +207,9 @@ def read_samples(
             raise UserError(f"--samples: {file} has {len(values)} {name} for {len(ids)} tokens.")
         if (mask := row.get("response_mask")) is not None:
             values = np.where(mask, values, np.nan)
+        if (conversations := row.get("conversations")) is not None:
+            # Later conversations do not see the first one, whose tokens the pass has before them.
+            values = np.where(np.cumsum(conversations) == 0, values, np.nan)
         prompt = np.array(row["prompt_ids"], np.int32)
         key = row["group_id"], row["sample_index"]
         found = states.of(*key, len(prompt), len(ids)) if states else {}

@@ -10,7 +10,8 @@ from benchmarks import faults
 from semrl_jax import models
 from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose, observe_rollouts
 from semrl_jax.analysis.mismatch.computation import computation_of
-from semrl_jax.jobs.mismatch import record
+from semrl_jax.jobs.mismatch import read_samples, record
+from semrl_jax.support import response_files
 from semrl_jax.types import Rollout
 from tests.cases import refused, slow_after
 
@@ -134,6 +135,21 @@ def test_states_that_are_not_finite_are_told_and_the_others_compared(value):
     assert (finding.kind, finding.what) == ("not_finite", "the input of layer 2")
     assert "is not finite at 4 of 24 tokens" in diagnosis.sentence
     assert max(diagnosis.ratios) < 5 and diagnosis.dtype == "float32"
+
+
+def test_of_an_episode_with_several_conversations_the_first_is_compared(tmp_path):
+    config, params = faults.model("llama", 1)
+    first = given(config, params)
+    of = {"group_id": 0, "sample_index": 0, "prompt_ids": first.ids[0, :9]}
+    later = [np.full(5, i) for i in (3, -1.0, True, 1)]  # what it was sampled after is not known
+    own = first.targets[0, 8:], first.logprobs[0, 8:], np.full(16, True), np.zeros(16, int)
+    names = "response_ids", "rollout_logprobs", "response_mask", "conversations"
+    of |= {name: np.concatenate(parts) for name, *parts in zip(names, own, later)}
+    file = tmp_path / "step_000000.parquet"
+    response_files.write(file, response_files.table_of({name: [of[name]] for name in of}))
+    (response,) = read_samples(file, config, None, 1).responses
+    assert np.isfinite(response.logprobs).tolist() == [True] * 16 + [False] * 5
+    assert diagnose(config, params, Observation.of([response])).is_healthy
 
 
 def test_a_ratio_that_is_not_finite_is_null_in_the_record():
