@@ -203,8 +203,11 @@ def read_samples(
         values = np.full(len(ids), np.nan) if logprobs is None else np.array(logprobs, np.float32)
         if logprobs is not None and not np.isfinite(values).all():
             raise UserError(f"--samples: {file} has {name} that are not finite.")
-        if len(values) != len(ids):
-            raise UserError(f"--samples: {file} has {len(values)} {name} for {len(ids)} tokens.")
+        for each in (name, "response_mask", "conversations"):
+            if row.get(each) is not None and len(row[each]) != len(ids):
+                raise UserError(
+                    f"--samples: {file} has {len(row[each])} {each} for {len(ids)} tokens."
+                )
         if (mask := row.get("response_mask")) is not None:
             values = np.where(mask, values, np.nan)
         if (conversations := row.get("conversations")) is not None:

@@ -150,6 +150,9 @@ def test_of_an_episode_with_several_conversations_the_first_is_compared(tmp_path
     (response,) = read_samples(file, config, None, 1).responses
     assert np.isfinite(response.logprobs).tolist() == [True] * 16 + [False] * 5
     assert diagnose(config, params, Observation.of([response])).is_healthy
+    of["response_mask"] = of["response_mask"][1:]
+    response_files.write(file, response_files.table_of({name: [of[name]] for name in of}))
+    refused("has 20 response_mask for 21 tokens", read_samples, file, config, None, 1)
 
 
 def test_a_ratio_that_is_not_finite_is_null_in_the_record():
