@@ -29,6 +29,7 @@ from semrl_jax.analysis.mismatch import (
     segments_of,
 )
 from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
+from semrl_jax.jobs.generate import RECORD
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.pages.mismatch import EngineMap, ResponseMap, write_page
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
@@ -40,8 +41,9 @@ from semrl_jax.support import response_files
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import record_of
-from semrl_jax.support.safe_files import write_json
+from semrl_jax.support.safe_files import read_json_object, write_json
 from semrl_jax.types import (
+    DISTRIBUTION,
     GIVEN,
     HiddenStateParams,
     SampleRequest,
@@ -112,9 +114,9 @@ def compare(
                 f"{source.step}; name the checkpoint of that step, or an --engine to sample anew."
             )
         if not chosen.is_raw:
-            sampling = SamplingParams(1, **distribution_of(config.rollout))
-            temperature = sampling.temperature
-            if sampling.is_modified or not temperature:
+            sampling = sampling_of(chosen.file, config)
+            temperature = sampling.temperature or 1.0  # greedy: of the model's own distribution
+            if sampling.is_modified:
                 raise UserError(
                     "--samples has log-probabilities of another distribution than the model's; "
                     "name an --engine to sample anew."
@@ -219,6 +221,16 @@ def read_samples(
         responses.append(Observed(prompt, ids, values.astype(np.float32), found))
     steps = frozenset(row["step"] for row in rows if row.get("step") is not None)
     return Chosen(file, responses, steps, raw)
+
+
+def sampling_of(file: pathlib.Path, config: ml_collections.ConfigDict) -> SamplingParams:
+    """How the responses of a file were sampled: as launch.generate recorded, else as in the run."""
+    try:
+        settings = read_json_object(file.parent / RECORD)["settings"]
+        options = {name: settings[f"evaluation.{name}"] for name in DISTRIBUTION}
+    except (FileNotFoundError, KeyError, TypeError):
+        options = distribution_of(config.rollout)
+    return SamplingParams(1, **options)
 
 
 def _check_text(file: pathlib.Path, rows: Sequence[dict[str, Any]], tokenizer: Any) -> None:

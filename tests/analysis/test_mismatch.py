@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from benchmarks import faults
+from configs.default import get_config
 from semrl_jax import models
 from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose, observe_rollouts
 from semrl_jax.analysis.mismatch.computation import computation_of
-from semrl_jax.jobs.mismatch import read_samples, record
+from semrl_jax.jobs.mismatch import read_samples, record, sampling_of
 from semrl_jax.support import response_files
-from semrl_jax.types import Rollout
+from semrl_jax.support.safe_files import write_json
+from semrl_jax.types import Rollout, distribution_of
 from tests.cases import refused, slow_after
 
 
@@ -153,6 +155,18 @@ def test_of_an_episode_with_several_conversations_the_first_is_compared(tmp_path
     of["response_mask"] = of["response_mask"][1:]
     response_files.write(file, response_files.table_of({name: [of[name]] for name in of}))
     refused("has 20 response_mask for 21 tokens", read_samples, file, config, None, 1)
+
+
+def test_the_temperature_of_generated_responses_is_the_recorded_one(tmp_path):
+    """With vLLM, log-probabilities are of the temperature at which responses were generated."""
+    config, file = get_config(), tmp_path / "responses.parquet"
+    config.rollout.temperature = 0.9
+    assert sampling_of(file, config).temperature == 0.9
+    distribution = distribution_of(config.evaluation) | {"temperature": 0.5}
+    settings = {f"evaluation.{name}": value for name, value in distribution.items()}
+    write_json(tmp_path / "generation.json", {"settings": settings})
+    sampling = sampling_of(file, config)
+    assert sampling.temperature == 0.5 and not sampling.is_modified
 
 
 def test_a_ratio_that_is_not_finite_is_null_in_the_record():
