@@ -36,6 +36,7 @@ def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> 
         versions=(),
         metrics=metrics or {},
         response_mask=fields.get("response_mask"),
+        conversations=fields.get("conversations"),
         effective_ranks=fields.get("effective_ranks"),
         turn_rewards=fields.get("turn_rewards"),
         step_ends=fields.get("step_ends"),

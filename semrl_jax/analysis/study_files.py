@@ -13,7 +13,15 @@ from matplotlib.figure import Figure
 
 from semrl_jax.analysis.measures import Measured
 from semrl_jax.analysis.responses import write_columns, write_csv
-from semrl_jax.analysis.study import COUNTED, PAIRS, PANELS, SUBSETS, StudyCorrelation, short
+from semrl_jax.analysis.study import (
+    COUNTED,
+    PAIRS,
+    PANELS,
+    SUBSETS,
+    StudyCorrelation,
+    short,
+    with_interval,
+)
 from semrl_jax.support.response_files import KEYS
 
 CORRECT, WRONG, UNKNOWN = "#1f5fa8", "#d1662a", "#6b6b6b"
@@ -63,8 +71,7 @@ def draw_panels(measured: Measured, found: Sequence[StudyCorrelation]) -> Figure
         _scatter(axes, measured, *pair)
         text = "not known here"
         if pair in known:
-            r = known[pair]
-            text = f"r = {r.r:.2f} [{r.low:.2f}, {r.high:.2f}]"
+            text = f"r = {with_interval(known[pair], empty='')}"
         axes.set_title(f"({panels[pair]}) {text}", loc="left")
     _legend(figure, measured)
     return figure

@@ -20,6 +20,7 @@ from semrl_jax.support.errors import UserError
 
 FIELD = "data.reasoning_gym"
 COLUMN = "reasoning_gym"  # of a prompt's row
+TEXTS = ("name", "contains")  # settings of an entry that are no numbers, also if they look so
 FIXED = ("seed", "size")  # options of every data set; they follow the run
 # Seeds below belong to training. The package adds the index of a problem to its seed.
 HELD_OUT_SEED = 2**31
@@ -51,9 +52,9 @@ def sources(entries: Sequence[str]) -> list[Source]:
                     f"{FIELD}={entry!r}: {setting!r:.100} must be OPTION=VALUE, once for each "
                     "option and not for seed or size, which follow the run."
                 )
-            options[name] = option_value(value)
-        weight, name = options.pop("weight", 1), str(options.pop("name", dataset))
-        contains = str(options.pop("contains", ""))
+            options[name] = value if name in TEXTS else option_value(value)
+        weight, name = options.pop("weight", 1), options.pop("name", dataset)
+        contains = options.pop("contains", "")
         if type(weight) not in (int, float) or not 0 < weight < 1e9:
             raise UserError(f"{FIELD}={entry!r}: weight={weight!r:.50} must be a number above 0.")
         if name in (source.name for source in found):

@@ -185,8 +185,8 @@ def boxed(row: dict[str, Any], field: str) -> str:
 
 
 def without_dollars(answer: str) -> str:
-    """LaTeX without the signs around it: "$5$;$10$" is "5;10"."""
-    return answer.replace("$", "").strip()
+    """LaTeX without the signs around it: "$5$;$10$" is "5;10". A dollar, "\\$5", stays."""
+    return re.sub(r"(?<!\\)\$", "", answer).strip()
 
 
 def parts(answer: str) -> tuple[str, ...]:

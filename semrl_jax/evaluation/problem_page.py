@@ -26,6 +26,7 @@ from semrl_jax.pages.html import (
     data_element,
     filled,
     rounded,
+    script_lengths,
     shortened,
 )
 from semrl_jax.support.safe_files import replacing
@@ -164,7 +165,7 @@ def _text(sample: Sample, limit: int) -> str | list[Any]:
     if not sample.turn_rewards:
         return turns[0]
     rewards = [rounded(reward) for reward in sample.turn_rewards]
-    return ["".join(turns), [len(turn) for turn in turns], rewards]
+    return ["".join(turns), script_lengths(turns), rewards]
 
 
 def _row(sample: Sample, finishes: _Numbers, labels: Sequence[str]) -> list[Any]:

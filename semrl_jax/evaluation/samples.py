@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
 COLUMNS = Sample._fields[: Sample._fields.index("metrics")]
 OF_EPISODES = ("turn_characters", "turn_rewards")
-TOKENS = (*IDS, "response_mask")
+TOKENS = (*IDS, "response_mask", "conversations")
 
 
 def of_row(row: Mapping[str, Any]) -> Sample:

@@ -23,11 +23,13 @@ from semrl_jax.analysis.mismatch import (
     Observation,
     Observed,
     Weights,
+    as_given,
     diagnose,
     observe_rollouts,
     segments_of,
 )
 from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
+from semrl_jax.jobs.generate import RECORD
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.pages.mismatch import EngineMap, ResponseMap, write_page
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
@@ -39,8 +41,9 @@ from semrl_jax.support import response_files
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import record_of
-from semrl_jax.support.safe_files import write_json
+from semrl_jax.support.safe_files import read_json_object, write_json
 from semrl_jax.types import (
+    DISTRIBUTION,
     GIVEN,
     HiddenStateParams,
     SampleRequest,
@@ -54,6 +57,7 @@ COLUMNS = (
     "rollout_logprobs",
     "rollout_raw_logprobs",
     "response_mask",
+    "conversations",
     "step",
     "response",
     "finish_reason",
@@ -109,9 +113,9 @@ def compare(
                 f"{source.step}; name the checkpoint of that step, or an --engine to sample anew."
             )
         if not chosen.is_raw:
-            sampling = SamplingParams(1, **distribution_of(config.rollout))
-            temperature = sampling.temperature
-            if sampling.is_modified or not temperature:
+            sampling = sampling_of(chosen.file, config)
+            temperature = sampling.temperature or 1.0  # greedy: of the model's own distribution
+            if sampling.is_modified:
                 raise UserError(
                     "--samples has log-probabilities of another distribution than the model's; "
                     "name an --engine to sample anew."
@@ -200,16 +204,32 @@ def read_samples(
         values = np.full(len(ids), np.nan) if logprobs is None else np.array(logprobs, np.float32)
         if logprobs is not None and not np.isfinite(values).all():
             raise UserError(f"--samples: {file} has {name} that are not finite.")
-        if len(values) != len(ids):
-            raise UserError(f"--samples: {file} has {len(values)} {name} for {len(ids)} tokens.")
+        for each in (name, "response_mask", "conversations"):
+            if row.get(each) is not None and len(row[each]) != len(ids):
+                raise UserError(
+                    f"--samples: {file} has {len(row[each])} {each} for {len(ids)} tokens."
+                )
         if (mask := row.get("response_mask")) is not None:
             values = np.where(mask, values, np.nan)
+        if (conversations := row.get("conversations")) is not None:
+            # Later conversations do not see the first one, whose tokens the pass has before them.
+            values = np.where(np.cumsum(conversations) == 0, values, np.nan)
         prompt = np.array(row["prompt_ids"], np.int32)
         key = row["group_id"], row["sample_index"]
         found = states.of(*key, len(prompt), len(ids)) if states else {}
         responses.append(Observed(prompt, ids, values.astype(np.float32), found))
     steps = frozenset(row["step"] for row in rows if row.get("step") is not None)
     return Chosen(file, responses, steps, raw)
+
+
+def sampling_of(file: pathlib.Path, config: ml_collections.ConfigDict) -> SamplingParams:
+    """How the responses of a file were sampled: as launch.generate recorded, else as in the run."""
+    try:
+        settings = read_json_object(file.parent / RECORD)["settings"]
+        options = {name: settings[f"evaluation.{name}"] for name in DISTRIBUTION}
+    except (FileNotFoundError, KeyError, TypeError):
+        options = distribution_of(config.rollout)
+    return SamplingParams(1, **options)
 
 
 def _check_text(file: pathlib.Path, rows: Sequence[dict[str, Any]], tokenizer: Any) -> None:
@@ -266,7 +286,7 @@ class _States:
             rows = np.full((num_prompt + num_tokens - 1, width), np.nan, np.float32)
             for name, found in parts.items():
                 first = num_prompt - 1 if name.endswith("decode") else 0
-                rows[first : first + len(found)] = found[:, plane]
+                rows[first : first + len(found)] = as_given(found[:, plane])
             states[count if layer == -1 else layer] = rows
         return states
 
@@ -495,7 +515,10 @@ def record(name: str, diagnosis: Diagnosis) -> dict[str, Any]:
         "sentence": diagnosis.sentence,
         "dtype": diagnosis.dtype,
         "logprob_mismatch": float(np.abs(known).mean()) if known.size else None,
-        "ratios": dict(zip(map(str, (s.last for s in diagnosis.segments)), diagnosis.ratios)),
+        "ratios": {
+            str(segment.last): ratio if np.isfinite(ratio) else None
+            for segment, ratio in zip(diagnosis.segments, diagnosis.ratios)
+        },
         "findings": [
             {
                 "kind": each.kind, "what": each.what, "layers": list(each.layers),

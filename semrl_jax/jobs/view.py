@@ -106,13 +106,20 @@ def find_columns(
 
 def read_responses(file: pathlib.Path) -> dict[str, Response]:
     """The responses of a Parquet file by problem and sample; UserError if it lacks token ids."""
-    optional = "benchmark", "group_id", "sample_index", "question", *Response._fields[2:]
+    optional = (
+        "benchmark", "group_id", "sample_index", "question", "conversations", *Response._fields[2:]
+    )  # fmt: skip
     table = response_files.read(file, IDS, optional)
     found = {}
     for number, row in enumerate(table.to_pylist()):
         ids = np.asarray(row["response_ids"], np.int32)
         if not len(ids):
             continue
+        if row.get("conversations") is not None:
+            raise UserError(
+                f"{file}: an episode has several conversations, which are not computed again here; "
+                "name another file."
+            )
         problem, sample = row.get("group_id", number), row.get("sample_index", 0)
         name = f"{row.get('benchmark') or 'problem'} {problem}" + f" sample {sample}" * bool(sample)
         row.setdefault("prompt", row.get("question"))

@@ -73,3 +73,8 @@ def cut_turns(response: str, lengths: Sequence[int], limit: int) -> list[str]:
     if len(response) <= limit:
         return turns
     return [cut(turn, max(limit // len(turns), MIN_CHARACTERS)) for turn in turns]
+
+
+def script_lengths(texts: Sequence[str]) -> list[int]:
+    """The lengths of texts in JavaScript, where a character beyond U+FFFF counts twice."""
+    return [len(text.encode("utf-16-le", "surrogatepass")) // 2 for text in texts]

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from semrl_jax.pages.html import content_policy, data_element, filled, rounded
 from semrl_jax.support.safe_files import replacing
 
-MOST_TOKENS = 512  # of a response in the page
+MOST_TOKENS = 512  # of prompt and response in the page
 _TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 
 
@@ -58,16 +58,21 @@ def _data(engine: EngineMap) -> dict[str, Any]:
     return {
         **engine._asdict(),
         "ratios": _numbers(engine.ratios),
-        "responses": [
-            {
-                "tokens": list(each.tokens[:MOST_TOKENS]),
-                "num_prompt": each.num_prompt,
-                "states": [_numbers(row[:MOST_TOKENS]) for row in each.states],
-                "local": [_numbers(row[:MOST_TOKENS]) for row in each.local],
-                "logprobs": _numbers(each.logprobs[:MOST_TOKENS]),
-            }
-            for each in engine.responses
-        ],
+        "responses": list(map(_response, engine.responses)),
+    }
+
+
+def _response(each: ResponseMap) -> dict[str, Any]:
+    """The tokens around the begin of the response, if there are more than a page shows."""
+    first = max(min(each.num_prompt - MOST_TOKENS // 2, len(each.tokens) - MOST_TOKENS), 0)
+    shown = slice(first, first + MOST_TOKENS)
+    return {
+        "first": first,
+        "tokens": list(each.tokens[shown]),
+        "num_prompt": each.num_prompt - first,
+        "states": [_numbers(row[shown]) for row in each.states],
+        "local": [_numbers(row[shown]) for row in each.local],
+        "logprobs": _numbers(each.logprobs[shown]),
     }
 
 

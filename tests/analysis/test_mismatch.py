@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 
 from benchmarks import faults
+from configs.default import get_config
 from semrl_jax import models
-from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose
+from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose, observe_rollouts
 from semrl_jax.analysis.mismatch.computation import computation_of
+from semrl_jax.jobs.mismatch import read_samples, record, sampling_of
+from semrl_jax.support import response_files
+from semrl_jax.support.safe_files import write_json
+from semrl_jax.types import Rollout, distribution_of
 from tests.cases import refused, slow_after
 
 
@@ -107,6 +112,68 @@ def test_a_coarser_dtype_than_meant_is_told_and_a_meant_one_is_healthy():
 
 def test_no_response_is_refused():
     refused("no response", Observation.of, [])
+
+
+def test_responses_with_nothing_to_compare_are_refused():
+    """Such as those of launch.evaluate, which have token ids alone; they were called healthy."""
+    ids = np.arange(3, dtype=np.int32)
+    empty = Observed(ids, ids, np.full(3, np.nan, np.float32), {})
+    refused("neither log-probabilities nor hidden states", Observation.of, [empty])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_states_that_are_not_finite_are_told_and_the_others_compared(value):
+    config, params = faults.model("llama", 1)
+    observation = given(config, params)
+    planes = np.stack([each[0] for each in observation.states.values()], axis=1)
+    planes[20:, 2:, 0] = value
+    ids, targets = observation.ids[0], observation.targets[0]
+    rollout = Rollout(
+        "0", 0, 0, ids[:9], targets[8:], observation.logprobs[0, 8:], None, "length", (),
+        hidden_states=planes[8:], layers=(0, 1, 2, 3, -1), prompt_states=planes[:9],
+    )  # fmt: skip
+    diagnosis = diagnose(config, params, observe_rollouts([rollout], config.num_layers))
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.what) == ("not_finite", "the input of layer 2")
+    assert "is not finite at 4 of 24 tokens" in diagnosis.sentence
+    assert max(diagnosis.ratios) < 5 and diagnosis.dtype == "float32"
+
+
+def test_of_an_episode_with_several_conversations_the_first_is_compared(tmp_path):
+    config, params = faults.model("llama", 1)
+    first = given(config, params)
+    of = {"group_id": 0, "sample_index": 0, "prompt_ids": first.ids[0, :9]}
+    later = [np.full(5, i) for i in (3, -1.0, True, 1)]  # what it was sampled after is not known
+    own = first.targets[0, 8:], first.logprobs[0, 8:], np.full(16, True), np.zeros(16, int)
+    names = "response_ids", "rollout_logprobs", "response_mask", "conversations"
+    of |= {name: np.concatenate(parts) for name, *parts in zip(names, own, later)}
+    file = tmp_path / "step_000000.parquet"
+    response_files.write(file, response_files.table_of({name: [of[name]] for name in of}))
+    (response,) = read_samples(file, config, None, 1).responses
+    assert np.isfinite(response.logprobs).tolist() == [True] * 16 + [False] * 5
+    assert diagnose(config, params, Observation.of([response])).is_healthy
+    of["response_mask"] = of["response_mask"][1:]
+    response_files.write(file, response_files.table_of({name: [of[name]] for name in of}))
+    refused("has 20 response_mask for 21 tokens", read_samples, file, config, None, 1)
+
+
+def test_the_temperature_of_generated_responses_is_the_recorded_one(tmp_path):
+    """With vLLM, log-probabilities are of the temperature at which responses were generated."""
+    config, file = get_config(), tmp_path / "responses.parquet"
+    config.rollout.temperature = 0.9
+    assert sampling_of(file, config).temperature == 0.9
+    distribution = distribution_of(config.evaluation) | {"temperature": 0.5}
+    settings = {f"evaluation.{name}": value for name, value in distribution.items()}
+    write_json(tmp_path / "generation.json", {"settings": settings})
+    sampling = sampling_of(file, config)
+    assert sampling.temperature == 0.5 and not sampling.is_modified
+
+
+def test_a_ratio_that_is_not_finite_is_null_in_the_record():
+    config, params = faults.model("llama", 1)
+    diagnosis = diagnose(config, params, given(config, params))
+    diagnosis = dataclasses.replace(diagnosis, ratios=(np.inf, *diagnosis.ratios[1:]))
+    assert record("jax", diagnosis)["ratios"]["0"] is None
 
 
 @pytest.mark.slow

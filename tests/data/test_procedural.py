@@ -69,6 +69,11 @@ def test_only_questions_that_contain_a_text():
         procedural.held_out_problems(procedural.sources([natural + "Why"]), 2)
 
 
+def test_a_name_and_a_text_that_look_like_numbers_stay_as_they_are():
+    (source,) = procedural.sources(["gcd:name=1e3:contains=2.50"])
+    assert (source.name, source.contains) == ("1e3", "2.50")
+
+
 def test_a_data_set_with_too_few_problems_says_so():
     small = procedural.sources(["chain_sum:max_terms=2:max_digits=1:min_terms=2:name=small"])
     with pytest.raises(UserError, match=r"'small' has only .* different problems; lower"):

@@ -8,6 +8,7 @@ import pytest
 from semrl_jax.data import RowError
 from semrl_jax.evaluation import catalogue
 from semrl_jax.evaluation.benchmark_spec import BenchmarkReader, options_in
+from semrl_jax.rewards.grading import grade
 
 AIME = {"id": 60, "problem": "1+1?", "solution": "2", "answer": "2", "url": "", "question": "1+1?"}
 OLYMMATH = {"problem": "1+1?", "answer": "\\sqrt{4}", "subject": "Algebra", "unique_id": "E-0"}
@@ -214,6 +215,11 @@ def test_a_row_is_read(name, row, wanted):
     assert (found.question, found.answer, found.problem_type, columns) == wanted
     assert found.data_source == name
     json.loads(read(name, row, keep_row=True).columns)
+
+
+def test_an_amount_of_dollars_can_be_answered():
+    answer = read("college_math", {"question": "x?", "answer": "$\\$32,000$"}).answer
+    assert grade("It is \\boxed{\\$32{,}000}.", answer).correct
 
 
 def test_every_benchmark_has_a_row_here_and_a_size():

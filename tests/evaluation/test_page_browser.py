@@ -38,7 +38,7 @@ def samples_of(better):
         make_sample(
             p, s, s < (p + better) % 3,
             extracted=f"{2 * p}", num_tokens=100 - p, problem_type=("Algebra", "Geometry")[p % 2],
-            response=f"Response \\frac{{{p}}}{{7}} of sample {s}.\nDone.",
+            response=f"Response \\frac{{{p}}}{{7}} of sample {s}.\nDone." + " a<b>c & d" * (p == 5),
             metrics={"effective_rank": p + 0.5},
         )
         for p in range(60)
@@ -111,6 +111,8 @@ def test_page_of_one_policy(tmp_path):
         assert run("cells(1)") == ["33"]
         run("find('ONERROR=\"document')")
         assert run("cells(0)") == ["hostile"]
+        run("find('a<b>C & d')")
+        assert run("cells(1)") == ["5"]
         run("find('no such text')")
         assert run("cells(0)") == []
         run("find('')")
@@ -137,7 +139,7 @@ def test_page_of_one_policy(tmp_path):
 
 def test_an_episode_is_shown_in_turns(tmp_path):
     episode = make_sample(
-        response="<|im_start|>guess: 3<|im_end|>higher4", turn_characters=[30, 6, 1],
+        response="<|im_start|>guess: 3😀<|im_end|>higher4", turn_characters=[31, 6, 1],
         turn_rewards=[0.0, 1.0],
     )  # fmt: skip
     write(tmp_path / "page.html", samples_of=lambda _: [episode])
@@ -148,7 +150,7 @@ def test_an_episode_is_shown_in_turns(tmp_path):
         run("all('tr.detail summary')[0].click()")
         run("new Promise((resolve) => setTimeout(resolve, 100))")
         shown = run("all('tr.detail')[0].innerText")
-        for text in ("turn 1, reward 0", "guess: 3", "answer: higher", "turn 2, reward 1"):
+        for text in ("turn 1, reward 0", "guess: 3😀", "answer: higher\n", "turn 2, reward 1\n4"):
             assert text in shown, text
         assert run("all('tr.detail .template').length") == 2
 

@@ -38,8 +38,9 @@ def test_samples_survive_a_file(tmp_path):
 def test_turns_of_an_episode_survive_a_file(tmp_path):
     ids, mask = np.array([10, 11, 9], np.int32), np.array([True, False, True])
     episode = make_scored(
-        response_ids=ids, response_mask=mask, turn_rewards=np.array([0.0, 0.5], np.float32)
-    )
+        response_ids=ids, response_mask=mask, turn_rewards=np.array([0.0, 0.5], np.float32),
+        conversations=np.array([0, 0, 1], np.int32),
+    )  # fmt: skip
     problem = PromptExample("prompt", np.zeros(1, np.int32), "7", "games", 0)
     (sample,) = sampled(Scored([episode]), {0: (0, problem)}, 0, lambda ids: "".join(map(str, ids)))
     file = tmp_path / "samples.parquet"
@@ -47,6 +48,8 @@ def test_turns_of_an_episode_survive_a_file(tmp_path):
     read = read_samples(file)
     assert [list(sample.turn_characters) for sample in read] == [[2, 2, 1], []]
     assert [list(sample.turn_rewards) for sample in read] == [[0.0, 0.5], []]
+    # Without it, nobody can compute the response again.
+    assert pq.read_table(file)["conversations"].to_pylist() == [[0, 0, 1], None]
 
 
 def test_columns_are_the_fields_of_a_sample_and_typed_also_without_values(tmp_path):

@@ -110,6 +110,12 @@ def test_files_without_token_ids_are_refused(tmp_path):
     refused("has no response with a token", view.read_responses, empty)
 
 
+def test_episodes_with_several_conversations_are_refused(tmp_path):
+    """Their tokens do not see all tokens before them, which a pass over one sequence shows them."""
+    file = write_samples(tmp_path / "x.parquet", ["1", "12"], conversations=[None, [0, 1]])
+    refused(r"x\.parquet: an episode has several conversations", view.read_responses, file)
+
+
 def test_a_character_of_several_tokens_belongs_to_the_last():
     tokens = data.TokenBytes(data.character_tokenizer())
     tokens.update({3: b"a", 4: "é".encode()[:1], 5: "é".encode()[1:], 6: b"\xff"})

@@ -4,10 +4,10 @@
 thing changed, `hypotheses` are the things that may be changed, and `search` tries them.
 """
 
-from semrl_jax.analysis.mismatch.observed import Observation, Observed, observe_rollouts
+from semrl_jax.analysis.mismatch.observed import Observation, Observed, as_given, observe_rollouts
 from semrl_jax.analysis.mismatch.search import Diagnosis, Finding, Weights, diagnose, segments_of
 
 __all__ = [
-    "diagnose", "Diagnosis", "Finding", "observe_rollouts", "Observation", "Observed",
+    "as_given", "diagnose", "Diagnosis", "Finding", "observe_rollouts", "Observation", "Observed",
     "segments_of", "Weights",
 ]  # fmt: skip

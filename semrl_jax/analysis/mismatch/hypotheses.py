@@ -198,6 +198,10 @@ CAUSES = {
         "the engine computes in {what}, and {value} was expected",
         "set the engine's dtype, or expect the mismatch of this one",
     ),
+    "not_finite": (
+        "{what} that the engine gave is not finite at {value}",
+        "look at the engine's log, and whether its dtype overflows: float16 ends at 65504",
+    ),
     "unknown": (
         "{layers}: another computation, which no hypothesis explains{value}",
         "compare the code of these layers, and send the weights anew",

@@ -23,8 +23,9 @@ class Observed:
       prompt_ids, response_ids: int32.
       logprobs: nats, of each response token, of the model's own distribution at temperature 1.
       states: by layer, rows of the tokens of prompt and response but the last one. Row i is at
-        token i; NaN where the engine gave none. Layer l is the input of layer l, and the number of
-        layers stands for the state after the final norm.
+        token i; NaN where the engine gave none, infinite where what it gave is no number, see
+        `as_given`. Layer l is the input of layer l, and the number of layers stands for the state
+        after the final norm.
     """
 
     prompt_ids: Int[np.ndarray, " P"]
@@ -42,7 +43,7 @@ class Observation:
       targets: int32, the token that follows each one.
       num_prompt, num_tokens: of each row.
       logprobs: float32, of the targets; NaN where the engine gave none.
-      states: float32 by layer; NaN where the engine gave none.
+      states: float32 by layer; NaN where the engine gave none, infinite as in `Observed`.
       dtype: the coarsest of DTYPES that holds all states of inner layers; "" without states.
     """
 
@@ -84,12 +85,19 @@ class Observation:
         for layer in layers:
             rows = [np.asarray(each.states[layer]).astype(np.float32) for each in responses]
             states[layer] = padded(rows, np.nan, np.float32, rows[0].shape[1])
+        given = padded([logprobs(each) for each in responses], np.nan, np.float32)
+        if all(np.isnan(each).all() for each in (given, *states.values())):
+            raise UserError(
+                "the responses have neither log-probabilities nor hidden states, so there is "
+                "nothing to compare; give others by --samples, as launch.generate --logprobs "
+                "writes, or name an --engine."
+            )
         return cls(
             padded([ids[:-1] for ids in whole], 0, np.int32),
             padded([ids[1:] for ids in whole], 0, np.int32),
             np.array([len(each.prompt_ids) for each in responses]),
             lengths,
-            padded([logprobs(each) for each in responses], np.nan, np.float32),
+            given,
             states,
             _coarsest(states),
         )
@@ -97,16 +105,24 @@ class Observation:
 
 def _coarsest(states: Mapping[int, np.ndarray]) -> str:
     """The dtype that the states were computed in, as far as their bits tell."""
-    if not states:
+    known = [x[np.isfinite(x)] for x in states.values()]
+    known = [x for x in known if x.size]
+    if not known:
         return ""
     for dtype in DTYPES[:2]:
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
         with np.errstate(over="ignore"):
-            same = [(x.astype(kind).astype(np.float32) == x)[~np.isnan(x)] for x in states.values()]
+            same = [(x.astype(kind).astype(np.float32) == x).all() for x in known]
         # A reduction of the final norm may end in a finer dtype.
-        if np.mean([each.all() if each.size else True for each in same]) > 0.5:
+        if np.mean(same) > 0.5:
             return dtype
     return DTYPES[2]
+
+
+def as_given(values: Float[np.ndarray, ...]) -> Float[np.ndarray, ...]:
+    """What an engine gave, in float32; its NaN is infinite here, where NaN means not given."""
+    values = np.asarray(values).astype(np.float32)
+    return np.where(np.isnan(values), np.float32(np.inf), values)
 
 
 def observe_rollouts(rollouts: Sequence[Rollout], num_layers: int) -> Observation:
@@ -121,10 +137,10 @@ def observed(rollout: Rollout, num_layers: int) -> Observed:
     num_tokens = num_prompt + len(rollout.response_ids) - 1
     states = {}
     for plane, layer in enumerate(rollout.layers if rollout.hidden_states is not None else ()):
-        rows = rollout.hidden_states[:, plane]
+        rows = as_given(rollout.hidden_states[:, plane])
         found = np.full((num_tokens, rows.shape[1]), np.nan, np.float32)
         if rollout.prompt_states is not None:
-            found[:num_prompt] = rollout.prompt_states[:, plane]
+            found[:num_prompt] = as_given(rollout.prompt_states[:, plane])
         found[num_prompt - 1 :] = rows
         states[num_layers if layer == -1 else layer] = found
     return Observed(

@@ -281,7 +281,7 @@ class _Search:
         if segment.first < 0:
             return None
         given, ours = self.observation.states[segment.first], self.reference[segment.first]
-        return np.where(np.isnan(given), ours, given)
+        return np.where(np.isfinite(given), given, ours)
 
     def computed(self, computation: Computation, segment: Segment, x) -> Array:
         """The end of a segment: states [B, N, D], or log-probabilities [B, N]."""
@@ -300,7 +300,7 @@ class _Search:
         return self.observation.states[segment.last]
 
     def rows(self, segment: Segment) -> Bool[np.ndarray, "B N"]:
-        """The tokens at which the engine gave the end of a segment."""
+        """The tokens at which the engine gave the end of a segment, in finite numbers."""
         given = self.given(segment)
         known = np.isfinite(given) if given.ndim == 2 else np.isfinite(given).all(axis=2)
         return known & self.observation.is_token
@@ -355,6 +355,7 @@ class _Search:
             findings.append(Finding("dtype", found, (), self.expected, 1.0))
         findings += self._explained(bad)
         findings += self._unseen(findings)
+        findings = [*self._not_finite(), *findings]
         states = {
             layer: np.where(
                 np.isfinite(given).all(axis=2) & self.observation.is_token,
@@ -369,6 +370,17 @@ class _Search:
             self.segments, tuple(ratios), tuple(findings), self.observation.dtype, states,
             logprobs, local, noises, self.limit,
         )  # fmt: skip
+
+    def _not_finite(self) -> Iterator[Finding]:
+        """The first states with an infinite value, which is left out of all comparisons."""
+        count = self.config.num_layers
+        for layer, given in sorted(self.observation.states.items()):
+            broken = (np.isinf(given).any(axis=2) & self.observation.is_token).sum()
+            if broken:
+                what = "the final state" if layer >= count else f"the input of layer {layer}"
+                value = f"{broken} of {self.observation.is_token.sum()} tokens"
+                yield Finding("not_finite", what, (), value, 1.0)
+                return
 
     def _unseen(self, findings: Sequence[Finding]) -> Iterator[Finding]:
         """Tensors whose checksums differ, in layers where no cause was found.

@@ -74,7 +74,7 @@ class Compared(NamedTuple):
 
 
 def compared_key(runs: Sequence[Rows]) -> str:
-    """The key that all runs have, of `COMPARED`; "" if there is none."""
+    """The key that all runs have a value of, of `COMPARED`; "" if there is none."""
     of_runs = [{key for row in rows for key in row if row[key] is not None} for rows in runs]
     common = set.intersection(*of_runs) if of_runs else set()
     for pattern in COMPARED:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from semrl_jax.pages.html import cut, cut_turns, rounded, shortened
+from semrl_jax.pages.html import cut, cut_turns, rounded, script_lengths, shortened
 from semrl_jax.pages.report.reading import RunLog
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
@@ -174,7 +174,7 @@ class _Found:
             len(logprobs),
             _line(logprobs),
             _line(row.get("effective_ranks") or []),
-            [len(turn) for turn in turns],
+            script_lengths(turns),
             [rounded(reward) for reward in row.get("turn_rewards") or ()],
             [_metric(row.get(name)) for name in self.metric_names],
             _facts(row),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from semrl_jax.pages.report import page, reading
+from semrl_jax.pages.report.evaluations import RESULTS
 from semrl_jax.pages.report.panels import PANELS
 from semrl_jax.pages.report.recorded_responses import recorded, samples
 from semrl_jax.support.errors import UserError
@@ -97,7 +98,7 @@ class Content:
             file
             for path in self._paths
             for file in (
-                [path / "metrics.jsonl", path / reading.STARTS, *recorded(path, "eval").values()]
+                _files_of_figures(path)
                 if name == "figures"
                 else [*recorded(path, "step").values(), *recorded(path, "eval").values()]
             )
@@ -110,6 +111,14 @@ class Content:
                 continue
             state.append((str(file), status.st_mtime_ns, status.st_size))
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+
+def _files_of_figures(path: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a run, or of results of `launch.evaluate`, that figures are made of."""
+    if not (path / "config.json").is_file():
+        return sorted(path.rglob(RESULTS))
+    files = [path / name for name in ("metrics.jsonl", reading.STARTS, *LINKED)]
+    return [*files, *recorded(path, "eval").values()]
 
 
 class _Server(http.server.ThreadingHTTPServer):

@@ -290,7 +290,7 @@ def test_values_of_another_step_are_marked_and_not_compared(run_of, opened, tmp_
 
 def test_an_episode_is_shown_turn_by_turn(run_of, opened):
     run = run_of(num_steps=1)
-    calls = '<tool_call>{"name": "f"}</tool_call><|im_end|>'
+    calls = '<tool_call>{"name": "f😀"}</tool_call><|im_end|>'
     texts = [calls, f"<|im_start|>tool\n{HOSTILE}<|im_end|>", "It is 4.<|im_end|>"]
     item = scored(
         0, correct=True, response_mask=np.array([True, True, False, False, True]),
@@ -312,7 +312,7 @@ def test_an_episode_is_shown_turn_by_turn(run_of, opened):
         ".map((n) => [n.tagName, n.textContent, n.open ?? null])"
     )
     begin = f"tool\n{HOSTILE}"[:100]
-    call = '<tool_call>{"name": "f"}</tool_call>'
+    call = '<tool_call>{"name": "f😀"}</tool_call>'
     assert nodes == [
         ["DIV", "turn 1, reward 0", None], ["DETAILS", f"call: {call}{call}", False],
         ["PRE", "<|im_end|>", None], ["DETAILS", f"answer: {begin}{texts[1]}", False],

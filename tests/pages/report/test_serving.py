@@ -16,6 +16,7 @@ from semrl_jax.runs.records import write_rollouts
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.support.errors import UserError
 from tests.pages.report.making import add_row, make_run, scored, text_of
+from tests.pages.report.test_evaluations import make_results
 
 
 def get(address):
@@ -69,9 +70,22 @@ def test_changes_are_sent_once(served):
     assert changes(figures=known["figures"], samples=third["samples"]["version"]) == {}
 
 
+def test_new_results_of_an_evaluation_are_followed(tmp_path):
+    make_results(tmp_path / "first", "a-step0", 0)
+    content = serving.Content([tmp_path])
+    first = content.changes(figures="", samples="")
+    known = {name: part["version"] for name, part in first.items()}
+    make_results(tmp_path / "second", "a-step20", 1)
+    (shown,) = content.changes(**known)["figures"]["runs"]
+    assert shown["steps"] == [0, 20]
+
+
 def test_the_page_that_a_plot_links_to_is_sent(served):
     run, address = served
+    add_row(run, 0, {"rollout/logprob_mismatch/mean": 0.25})
+    assert b'{"mismatch.html: ' not in get(address)[2]
     (run / "mismatch.html").write_text("<p>layers")
+    assert b'{"mismatch.html: ' in get(address)[2]
     assert get(f"{address}mismatch.html")[::2] == (200, b"<p>layers")
     assert get(f"{address}config.json")[0] == 404
 
