@@ -230,7 +230,7 @@ def figures(table: Mapping[str, np.ndarray]) -> dict[str, Any]:
     values = {
         name: by_prompt(table[column], groups) * (-1.0 if name in LOW else 1.0)
         for name, column in MEASURES.items()
-        if column in table
+        if column in table and not np.isnan(table[column]).all()
     }
     values["majority"] = majority(by_prompt(table["answer"], groups))
     values["linear probe"] = probed(by_prompt(table["features"], groups), correct)
