@@ -92,6 +92,8 @@ SETTINGS = {
     "window later": Setting(window="later"), "states in bfloat16": Setting(bfloat16=True),
     "states not centred": Setting(centred=False),
 }  # fmt: skip
+OF_SETTINGS = ("ER", "ERV", "ERA", "linear probe")  # choices that the table of settings has
+R_OF_SETTINGS = ("ER, ERV, equal length", "ER, length, all")
 UNCENTRED = "benchmarks.evidence.uncentred_effective_rank"
 
 
@@ -277,7 +279,11 @@ def compared(table: Mapping[str, np.ndarray], default: Mapping[str, np.ndarray])
         name: study.correlation(joined, column, f"default {column}", study.EQUAL_LENGTH).r
         for name, column in zip(("ER", "ERV", "ERA"), RANKS)
     }
-    return {name: found[name] for name in ("select", "r")} | {"like": like}
+    return {
+        "select": {name: found["select"][name] for name in OF_SETTINGS if name in found["select"]},
+        "r": {name: found["r"][name] for name in R_OF_SETTINGS if name in found["r"]},
+        "like": like,
+    }
 
 
 def of_settings(found: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -303,13 +309,13 @@ def of_settings(found: Mapping[str, Any]) -> dict[str, list[str]]:
             str(len(own)),
             *(
                 between([each["r"][name][0] for each in own if name in each["r"]])
-                for name in ("ER, ERV, equal length", "ER, length, all")
+                for name in R_OF_SETTINGS
             ),
             *(
                 between([each["like"][name] for each in own if "like" in each])
                 for name in ("ER", "ERV", "ERA")
             ),
-            *(choices(own, name) for name in ("ER", "ERV", "ERA", "linear probe")),
+            *(choices(own, name) for name in OF_SETTINGS),
         ]
         for setting, own in by_setting.items()
     }
@@ -397,7 +403,7 @@ def section(record: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     titles = ["populations", "r of ER and ERV, equal length", "r of ER and length"]
     titles += [f"r of {name} with the default" for name in ("ER", "ERV", "ERA")]
-    titles += [f"chosen by {name}" for name in ("ER", "ERV", "ERA", "linear probe")]
+    titles += [f"chosen by {name}" for name in OF_SETTINGS]
     lines += table("setting", titles, of_settings(selected))
     return "\n".join([*lines, f"Measured on {results.measured_on(record)}."])
 
