@@ -174,25 +174,21 @@ def mixed(
     import jax
     import numpy as np
 
+    from semrl_jax.models import lora
+
     if not (pathlib.Path(other) / "config.json").is_file():
         raise UserError(f"--other={other} is no Hugging Face directory; name one.")
     theirs, found, _ = read_directory(pathlib.Path(other), family)
     if found.hash != config.hash:
         raise UserError(f"--other={other} has another architecture than the source; name another.")
-    from semrl_jax.models.lora import A, B
-
-    layers = params["layers"].items()
-    adapters = {
-        name: {A: pair[A], B: (1 - share) * pair[B]} for name, pair in layers if A in pair
-    }  # of the source alone
-    own = {name: {k: x for k, x in pair.items() if k not in (A, B)} for name, pair in layers}
     weights = jax.tree.map(
         lambda a, b: (1 - share) * np.asarray(a, np.float32) + share * np.asarray(b, np.float32),
-        params | {"layers": own},
+        lora.without_adapters(params),
         theirs,
     )
-    for name, pair in adapters.items():
-        weights["layers"][name] |= pair
+    for name in lora.modules_with_adapters(params["layers"]):  # of the source alone
+        own = params["layers"][name]
+        weights["layers"][name] |= {lora.A: own[lora.A], lora.B: (1 - share) * own[lora.B]}
     return weights, config, model
 
 

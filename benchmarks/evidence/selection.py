@@ -397,9 +397,10 @@ def section(record: Mapping[str, Any]) -> str:
     }
     lines += table("", names, rows)
     lines += [
-        "Other layers and settings, where a prompt has correct and wrong responses. r is given as "
-        "the range over the populations, with the default at equal length. The last four columns "
-        "count populations in which a choice is better than a random one, and worse:", "",
+        "Other layers and settings, where a prompt has correct and wrong responses. A cell of r "
+        "has its range over the populations; r with the default is at equal length.",
+        "The last four columns count the populations in which a choice is better than a random "
+        "one, and those in which it is worse:", "",
     ]  # fmt: skip
     titles = ["populations", "r of ER and ERV, equal length", "r of ER and length"]
     titles += [f"r of {name} with the default" for name in ("ER", "ERV", "ERA")]

@@ -92,6 +92,7 @@ class Needs(NamedTuple):
     # The rewards at the last tokens of turns and steps, see `placed_rewards`, with `Passes.spans`.
     turn_rewards: bool = False
     positive_rewards: bool = False  # a reward below 0 ends the run
+    plain_rewards: bool = False  # without a bonus, such as for a comparison with a threshold
     given: bool = False  # for the loss, which tokens are of given responses
     given_apart: bool = False  # given responses do not count in the statistics of their groups
     # `ref_logprobs` are the policy's own before the update, under the prompts of

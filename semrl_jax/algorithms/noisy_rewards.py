@@ -57,7 +57,8 @@ class Options(Objective):
 
 
 def needs(options: Options) -> Needs:
-    return options.needs()._replace(groups=options.correction == "backward")
+    groups = options.correction == "backward"
+    return options.needs()._replace(groups=groups, plain_rewards=True)
 
 
 @each_turn

@@ -24,8 +24,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from semrl_jax.algorithms import implicit_reward
+from semrl_jax.algorithms.algorithm import Needs
 from semrl_jax.algorithms.groups import centred, per_other
-from semrl_jax.algorithms.implicit_reward import ImplicitReward, each_response, needs
+from semrl_jax.algorithms.implicit_reward import ImplicitReward, each_response
 from semrl_jax.algorithms.objective import loss, token_weights
 from semrl_jax.support.fields import setting
 
@@ -37,6 +39,10 @@ class Options(ImplicitReward):
     """Own options; see `ImplicitReward` for the others."""
 
     threshold: float = setting(0.0, "rewards above are positive")
+
+
+def needs(options: Options) -> Needs:
+    return implicit_reward.needs(options)._replace(plain_rewards=True)
 
 
 @each_response

@@ -39,7 +39,7 @@ class Options(Objective):
 
 
 def needs(options: Options) -> Needs:
-    return options.needs()
+    return options.needs()._replace(plain_rewards=True)
 
 
 @each_turn

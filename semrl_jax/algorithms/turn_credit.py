@@ -124,7 +124,7 @@ def by_turn(
 
 
 def total_rewards(rewards: Float[Array, "P G T"]) -> Float[Array, "P G"]:
-    """The rewards of responses from those of their turns, see `placed_rewards`."""
+    """The reward of each response: the sum of the rewards of its turns, see `placed_rewards`."""
     totals = jnp.sum(rewards, axis=2, keepdims=True)
     return _without_rounding(totals, jnp.ones(totals.shape, bool), rewards)[:, :, 0]
 

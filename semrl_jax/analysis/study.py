@@ -87,7 +87,7 @@ def correlations(measured: Measured) -> list[StudyCorrelation]:
     if set(COUNTED) <= table.keys():
         found.append(correlation(table, *COUNTED))
     for y, subset in (("correct", "all"), ("correct", EQUAL_LENGTH), ("length", "all")):
-        left_out = (*KEYS, y, *(["length"] if subset == EQUAL_LENGTH else []))
+        left_out = {*KEYS, y} | ({"length"} if subset == EQUAL_LENGTH else set())
         names = [name for name in table if name not in left_out]
         found += [correlation(table, name, y, subset) for name in names if y in table]
     return found

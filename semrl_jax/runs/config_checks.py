@@ -42,8 +42,6 @@ from semrl_jax.types import SamplingParams, distribution_of
 
 # Their baseline is the mean of the group, also if that takes the place of some rewards.
 BY_GROUP_MEAN = ("grpo", "dr_grpo", "rloo", "max_likelihood", "red_weight")
-# They ask whether a reward is above a threshold, which a bonus in it would answer for others.
-BY_THRESHOLD = ("noisy_rewards", "pacs", "sample_reinforcement")
 OFF = None  # see `_exclude`
 
 
@@ -165,7 +163,7 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
                 f"{setting} gives rewards below 0, which have no meaning for algorithms.name="
                 f"{config.algorithms.name!r}; set it to {way_out}."
             )
-    if config.algorithms.name in BY_THRESHOLD and target in ("reward", "both"):
+    if algorithm.needs.plain_rewards and target in ("reward", "both"):
         raise UserError(
             f"shaping.target={target!r} adds its bonus to the rewards, and algorithms.name="
             f"{config.algorithms.name!r} would take wrong responses with a bonus for correct ones; "
