@@ -2,10 +2,14 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.evidence import selection
+from semrl_jax.analysis.measures import RANKS, StudiedResponse
 
 CORRECT = np.array([[True, False, False, False], [False, True, True, False], [False] * 4])
 
@@ -56,6 +60,34 @@ def test_the_share_between_prompts():
     # The share is 4 / 5 and 0; its standard error is below 0.01.
     assert selection.between_prompts(2 * own + noise) == pytest.approx(0.8, abs=0.02)
     assert selection.between_prompts(noise) == pytest.approx(0.0, abs=0.02)
+
+
+def test_a_setting_changes_how_a_population_is_measured(tmp_path, monkeypatch):
+    states = np.random.default_rng(0).normal(3.0, size=(4, 20, 6)).astype(np.float32)
+    responses = [StudiedResponse(i, 0, rows) for i, rows in enumerate(states)]
+    monkeypatch.setattr(selection, "of_generated", lambda *arguments: (iter(responses), ""))
+    columns = {"group_id": range(4), "sample_index": [0] * 4, "benchmark": ["sums"] * 4}
+    columns["extracted"] = ["1", "$1$", None, "2"]
+    pq.write_table(pa.table(columns), tmp_path / selection.RESPONSES)
+
+    def measured(**setting):
+        return selection.populations(tmp_path, None, selection.Setting(**setting))["sums"]
+
+    def effective_ranks(rows):
+        p = np.linalg.svd(rows, compute_uv=False)
+        p /= p.sum(axis=1, keepdims=True)
+        return np.exp(-np.sum(p * np.log(p), axis=1))
+
+    centred = states - states.mean(axis=1, keepdims=True)
+    default, raw = measured(), measured(centred=False)
+    # The error of the default method, "gram".
+    np.testing.assert_allclose(default[RANKS[0]], effective_ranks(centred), rtol=1e-3)
+    np.testing.assert_allclose(raw[RANKS[0]], effective_ranks(states), rtol=1e-3)
+    assert all((raw[name] != default[name]).all() for name in RANKS)
+    assert default["answer"].tolist() == ["1", "1", "", "2"]
+    rounded = states.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(measured(bfloat16=True)["features"][:, 6:], rounded[:, -1])
+    assert np.isnan(measured(stride=16)[RANKS[2]]).all()  # 20 tokens have one window
 
 
 def test_figures_of_a_population_and_their_tables():
