@@ -191,6 +191,9 @@ class Sweep:
                             self._start(slot, waiting.popleft())
                     for run, code in self._ended(bar):
                         if code == EXIT_MISTAKE:
+                            self._send(signal.SIGTERM)  # the others save their state
+                            for _, process, _ in self._running.values():
+                                process.wait()
                             raise UserError(f"{run.name}: {_last_line(run.log)}")
                         failed += [run] * (code != 0)
                     time.sleep(POLL_S)

@@ -10,9 +10,10 @@ from rich.console import Console
 from scipy import stats
 
 from launch import cli
-from semrl_jax.jobs.sweep import Planned, Variant, plan, variants_of
+from semrl_jax.jobs.sweep import Planned, Sweep, Variant, plan, variants_of
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.over_seeds import Estimate, compared, compared_key
+from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
 
@@ -98,6 +99,35 @@ def logs(gain, seeds):
         ]
         for seed in seeds
     }
+
+
+# In the place of launch.train: seed 0 saves when it is asked to end; seed 1 has a wrong setting.
+RUNS = """
+import pathlib, signal, sys, time
+mine = pathlib.Path(next(a for a in sys.argv if "workdir" in a).partition("=")[2])
+def save(*_):
+    time.sleep(0.3)
+    mine.with_suffix(".saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+other = mine.with_name("seed0.ready")
+if mine.name == "seed0":
+    other.touch()
+    time.sleep(60)
+while not other.exists():
+    time.sleep(0.01)
+print("error: a.b=1 is wrong")
+sys.exit(2)
+"""
+
+
+def test_a_wrong_setting_of_one_run_lets_the_others_save(tmp_path):
+    sweep = Sweep([], [[], []], Reporter(quiet=True))
+    sweep._command = [sys.executable, "-c", RUNS]
+    runs = plan([Variant(())], [0, 1], tmp_path, 1)
+    with pytest.raises(UserError, match=r"config, seed 1: error: a.b=1 is wrong"):
+        sweep.run(runs)
+    assert runs[0].workdir.with_suffix(".saved").exists()
 
 
 def test_intervals_are_those_of_scipy():
