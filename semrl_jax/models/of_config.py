@@ -214,6 +214,7 @@ def _on_mesh(
         architecture = models.load_config(directory, _family_of(directory, config.model.family))
         if mesh is not None:
             models.check_mesh(architecture, mesh)
+            models.Policy(architecture, attention=config.model.attention).check_attention(mesh)
     except UserError as error:
         raise UserError(f"{field}={path!r}: {error}") from None
     return directory, architecture

@@ -9,7 +9,7 @@ Responses to the same prompt share it if that takes less computation. A bundle t
 of a sequence: the prompt once, and several responses after it. Each response attends to the prompt
 and to itself. Positions of each response begin after the last position of the prompt. Such rows are
 filled in the order of the responses, so a prompt is once in each row that has responses to it.
-Further conversations of an episode are segments of their own.
+Further conversations of an episode are segments of their own, each in consecutive columns.
 
 Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
 into slots, and only slots get logits. Context inside a response (False in `response_mask`) is
@@ -185,7 +185,12 @@ def lay_out(
     """
     prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
     tokens = batch.segment_ids > 0
+    num_further = np.maximum(batch.segment_ids.max(axis=1), 1) - 1  # conversations of an episode
     order = np.cumsum(tokens, axis=1) - 1  # of the tokens of a sequence
+    if num_further.any():
+        # Fused kernels count a window in columns, so each conversation has consecutive ones.
+        by_segment = np.where(tokens, batch.segment_ids, np.iinfo(np.int32).max)
+        order = by_segment.argsort(axis=1, kind="stable").argsort(axis=1)
     # Whether each prompt has a token and equals the prompt before it.
     of_prompts = tokens[:, :prompt_columns]
     prompts = np.where(of_prompts, batch.token_ids[:, :prompt_columns], -1)
@@ -212,7 +217,6 @@ def lay_out(
     starts = np.zeros((len(tokens), 2), np.int64)
     segments = np.zeros((len(tokens), 2), np.int64)
     first_slots, numbers, further = np.zeros((3, len(tokens)), np.int64)
-    num_further = np.maximum(batch.segment_ids.max(axis=1), 1) - 1  # conversations of an episode
     row_of = chosen.row_of[chosen.bundle_of]
     bundle_sizes = np.bincount(chosen.bundle_of)
     previous = -1

@@ -198,7 +198,10 @@ class PolicyLoss:
     def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
         rows = batch.rows
         dropout = batch.dropout if self.dropout else None
-        layout = lay_out(rows, plan, self.model.attention_columns, dropout, replays=True)
+        columns = self.model.attention_columns
+        if self.reference is not None and not self.reference.attention_columns:
+            columns = 0.0  # it reads the same rows, and its kernel knows no shared prompt
+        layout = lay_out(rows, plan, columns, dropout, replays=True)
         rollout_logprobs = rows.rollout_logprobs if self.importance else None
         given = None
         if rows.given is not None:

@@ -9,6 +9,7 @@ import transformers
 
 from configs import default
 from semrl_jax import models
+from semrl_jax.models import attention_kernels
 from semrl_jax.models.families import Family
 from semrl_jax.models.of_config import build_policy, find_value_model
 from semrl_jax.support.errors import UserError
@@ -293,6 +294,20 @@ def test_a_critic_may_be_of_the_policys_family_or_of_another(tmp_path):
         path = str(tmp_path / family)
         found = find_value_model("critic.path", path, settings, policy, tokenizer, None)
         assert found.model.config.family == own
+
+
+def test_a_critic_that_the_kernel_does_not_fit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(attention_kernels.PLATFORMS, "triton", ("cpu",))
+    settings = default.get_config()
+    settings.model.attention, settings.model.hidden_size = "triton", 32
+    policy, tokenizer = build_policy(settings)
+    mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
+    policy.check_attention(mesh)
+    own = dataclasses.replace(policy.config, sliding_window=4)
+    models.save_directory(tmp_path, policy.init(jax.random.key(0)), own, tokenizer)
+    found = settings, policy, tokenizer, mesh
+    line = r"critic\.path=.*: model\.attention='triton' has no windows, .* sliding_window=4"
+    refused(line, find_value_model, "critic.path", str(tmp_path), *found)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_a_token_attends_to_its_conversation_alone(options):
 
 
 def test_segments_and_positions_by_hand():
+    """Conversations that alternate are one after the other in a row: kernels count columns."""
     prompt = np.array([1, 2], np.int32)
     parts = [(0, np.array([3]), True), (1, np.array([4, 5]), False), (1, np.array([6]), True),
              (0, np.array([7]), False), (0, np.array([8]), True)]  # fmt: skip
@@ -92,7 +93,8 @@ def test_segments_and_positions_by_hand():
         [rollout_of(prompt, parts)] * 2, pad_token_id=0, max_prompt_tokens=2, max_response_tokens=6
     )
     rows = lay_out(batch, RowPlan(mesh_of(1), micro_batch_size=2)).rows
-    np.testing.assert_array_equal(rows.token_ids[0, 0, :8], [1, 2, 3, 4, 5, 6, 7, 8])
-    np.testing.assert_array_equal(rows.segment_ids[0, 0, :8], [1, 1, 1, 2, 2, 2, 1, 1])
-    np.testing.assert_array_equal(rows.positions[0, 0, :8], [0, 1, 2, 0, 1, 2, 3, 4])
-    np.testing.assert_array_equal(rows.sources[0, 0, :3], [1, 4, 6])
+    np.testing.assert_array_equal(rows.token_ids[0, 0, :8], [1, 2, 3, 7, 8, 4, 5, 6])
+    np.testing.assert_array_equal(rows.segment_ids[0, 0, :8], [1, 1, 1, 1, 1, 2, 2, 2])
+    np.testing.assert_array_equal(rows.positions[0, 0, :8], [0, 1, 2, 3, 4, 0, 1, 2])
+    np.testing.assert_array_equal(rows.response_ids[0, 0, :3], [3, 6, 8])
+    np.testing.assert_array_equal(rows.sources[0, 0, :3], [1, 6, 3])

@@ -310,6 +310,21 @@ def test_shared_prompts_on_a_mesh_change_nothing_but_rounding(axes):
     assert_near(actual, expected, 1e-4)
 
 
+def test_no_prompt_is_shared_if_the_reference_has_a_fused_kernel(monkeypatch):
+    """The reference of an update reads the policy's rows."""
+    of = {32: 1e9, 48: 0.0}  # 0: a fused kernel
+    by_size = property(lambda self: of[self.config.hidden_size])
+    monkeypatch.setattr(models.Policy, "attention_columns", by_size)
+    fused, plan = make_policy(hidden_size=48), plan_of(PLANS["packed"])
+    batch = MiniBatch(SHARED, advantages=np.zeros(SHARED.response_mask.shape, np.float32))
+    shares = []
+    for reference in (None, make_policy(num_layers=1), fused):
+        loss = PolicyLoss(make_policy(), 1.0, Algorithm(grpo, OPTIONS), reference=reference)
+        rows, _ = loss.inputs(batch, plan).arrays
+        shares.append(rows.segment_ids.max() > BRANCHES)
+    assert shares == [True, True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "surrogate",
