@@ -43,6 +43,7 @@ _NARROW = {  # 80 columns
     "count_confidence": "count conf",
     "elliptical_novelty": "novelty",
 }  # fmt: skip
+POWERS = (1, 2, 3)  # of the length that EQUAL_LENGTH takes out
 MIN_DRAWN = 5  # prompts; the quantiles of fewer say little
 
 
@@ -52,7 +53,8 @@ class StudyCorrelation(NamedTuple):
     x: str  # measures
     y: str
     # One of SUBSETS. The lengths are thirds of the responses by their number of tokens. "equal
-    # length" is the partial correlation: of what a line in the length does not explain
+    # length" is the partial correlation: of what a cubic in the length does not explain. ER and
+    # ERA bend over the length, and what a line leaves of both is then mostly this bend
     subset: str
     num_responses: int  # that have both measures
     num_prompts: int
@@ -108,12 +110,14 @@ def correlation(
     prompts = np.unique(table["group_id"][kept], return_inverse=True)[1]
     num_prompts = int(prompts.max(initial=-1)) + 1
     clusters = prompts if num_prompts > 1 else np.arange(len(prompts))
-    columns = np.stack([_unit(table[name][kept]) for name in (x, y)] + [_unit(length[kept])], 1)
+    size = _unit(length[kept])
+    own = [_unit(table[name][kept]) for name in (x, y)]
+    columns = np.stack([*own, *(size**power for power in POWERS)], axis=1)
     counted = int(kept.sum())
     exists = counted >= MIN_RESPONSES and bool(np.all(np.abs(columns[:, :2]).max(axis=0) > 0))
     if not exists:
         return StudyCorrelation(x, y, subset, counted, num_prompts, *[math.nan] * 3)
-    sums = np.zeros((clusters.max() + 1, 4, 4))
+    sums = np.zeros((clusters.max() + 1, *[columns.shape[1] + 1] * 2))
     rows = np.concatenate([np.ones((len(columns), 1)), columns], axis=1)
     np.add.at(sums, clusters, rows[:, :, None] * rows[:, None, :])
     random = np.random.default_rng(zlib.crc32(f"{x} {y} {subset}".encode()))
@@ -152,22 +156,23 @@ def _unit(values: Float[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
     return centred / scale if scale > 1e-6 * np.abs(values).max() else 0 * centred
 
 
-def _pearson(moments: Float[np.ndarray, "N 4 4"], *, partial: bool) -> Float[np.ndarray, " N"]:
-    """Correlation of columns 1 and 2 from sums of products with (1, x, y, length)."""
+def _pearson(moments: Float[np.ndarray, "N K K"], *, partial: bool) -> Float[np.ndarray, " N"]:
+    """Correlation of columns 1 and 2 from sums of products with (1, x, y, powers of the length)."""
     means = moments[:, :1, 1:] / moments[:, :1, :1]
     covariance = moments[:, 1:, 1:] / moments[:, :1, :1] - means * means.transpose(0, 2, 1)
-    deviation = np.sqrt(np.maximum(np.diagonal(covariance, axis1=1, axis2=2), 0.0))
+    own, with_length = covariance[:, :2, :2], covariance[:, :2, 2:]
+    variance = np.diagonal(own, axis1=1, axis2=2)
     # The columns are at most 1, so less is the rounding of a draw whose values are all equal.
-    deviation = np.where(deviation > 1e-7, deviation, math.nan)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        r = covariance / (deviation[:, :, None] * deviation[:, None, :])
-        plain = r[:, 0, 1]
-        if not partial:
-            return np.where(np.isfinite(plain), np.clip(plain, -1.0, 1.0), math.nan)
-        with_length = np.where(np.isfinite(r[:, :2, 2]), r[:, :2, 2], 0.0)  # all equally long
-        rest = np.sqrt(np.prod(1 - with_length**2, axis=1))
-        value = (plain - np.prod(with_length, axis=1)) / np.where(rest > 1e-6, rest, math.nan)
-    return np.where(np.isfinite(value), np.clip(value, -1.0, 1.0), math.nan)
+    exists = np.all(variance > 1e-14, axis=1)
+    if partial:
+        # Fewer different lengths than powers leave a part of them without a variance.
+        inverse = np.linalg.pinv(covariance[:, 2:, 2:], rcond=1e-10, hermitian=True)
+        own = own - with_length @ inverse @ with_length.transpose(0, 2, 1)
+        rest = np.diagonal(own, axis1=1, axis2=2)
+        exists &= np.prod(np.maximum(rest, 0.0), axis=1) > 1e-12 * np.prod(variance, axis=1)
+        variance = rest
+    scale = np.sqrt(np.where(exists, np.prod(variance, axis=1), math.nan))
+    return np.clip(own[:, 0, 1] / scale, -1.0, 1.0)
 
 
 def summary(measured: Measured, found: Sequence[StudyCorrelation], source: str) -> Group:

@@ -1,6 +1,7 @@
 """Selection by measures, pairs of equal length, the linear probe, and the share between prompts."""
 
 import math
+import re
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.evidence import selection
 from semrl_jax.analysis.measures import RANKS, StudiedResponse
+from semrl_jax.evaluation.protocols import PerProblem
 
 CORRECT = np.array([[True, False, False, False], [False, True, True, False], [False] * 4])
 
@@ -29,8 +31,24 @@ def test_pairs_are_of_one_prompt_and_of_nearly_equal_lengths():
     # First prompt: above 1, below 3, and the last is too long. Second: equal to 1, below 9.
     found = selection.pairs_above(values, CORRECT, lengths)
     assert found.values.tolist() == [0.5, 0.25, 0.0] and found.weights.tolist() == [2, 2, 0]
-    mean, low, high = selection.with_interval(found)
+    # Two prompts say nothing about the spread over prompts.
+    assert all(map(math.isnan, selection.with_interval(found)))
+    many = PerProblem(np.tile(found.values, 3), np.tile(found.weights, 3))
+    mean, low, high = selection.with_interval(many)
     assert mean == 0.375 and low <= mean <= high
+
+
+@pytest.mark.parametrize("num_mixed", [8, 40])
+def test_a_random_choice_is_neither_better_nor_worse(num_mixed):
+    """The interval leaves out 0 in at most 2.5 % of cases on each side."""
+    rng = np.random.default_rng(0)
+    correct = np.zeros((100, 8), bool)
+    correct[:num_mixed, 0] = True
+    found = np.array([selection.gained(rng.random((100, 8)), correct) for _ in range(400)])
+    mean, low, high = found.T
+    assert abs(mean.mean()) < 0.003 and (low <= mean).all() and (mean <= high).all()
+    # 2.5 % of 400 cases are 10, and by chance up to 16.
+    assert np.sum(high < 0) <= 16 and np.sum(low > 0) <= 16
 
 
 def test_the_majority_counts_equal_answers():
@@ -60,6 +78,11 @@ def test_the_share_between_prompts():
     # The share is 4 / 5 and 0; its standard error is below 0.01.
     assert selection.between_prompts(2 * own + noise) == pytest.approx(0.8, abs=0.02)
     assert selection.between_prompts(noise) == pytest.approx(0.0, abs=0.02)
+    # A response without a value counts neither as one nor against its prompt.
+    values = 2 * own + noise
+    values[rng.random(values.shape) < 0.4] = math.nan
+    assert selection.between_prompts(values) == pytest.approx(0.8, abs=0.02)
+    assert math.isnan(selection.between_prompts(np.full((9, 8), math.nan)))
 
 
 def test_a_setting_changes_how_a_population_is_measured(tmp_path, monkeypatch):
@@ -110,10 +133,13 @@ def test_figures_of_a_population_and_their_tables():
     assert gain == pytest.approx(found["any"] - found["random"]) and low > 0
     assert found["above"]["ERA"][0] > 0.95 and 0.3 < found["above"]["log-probability"][0] < 0.7
     assert found["r"]["ER, ERV, all"][0] > 0.9 and abs(found["r"]["ER, ERV, equal length"][0]) < 0.3
+    assert found["select"]["longest"] != found["select"]["length"]
+    assert {"ERA, correct, all", "ERA, correct, equal length"} <= set(found["r"])
     other = selection.compared(table, table)
     assert other["like"] == pytest.approx(dict.fromkeys(("ER", "ERV", "ERA"), 1.0))
     populations = {"one": found | {"others": {"stride 8": other}}}
     text = selection.section({"populations": populations, "machine": "a machine"})
+    assert len(re.findall(r"\| one \| -?0\.\d\d \(", text)) == 2  # pairs, and r with correctness
     assert "| one | 30 | 30 | 30 |" in text and "| stride 8 | 1 | " in text
     places = selection.draw(populations).axes
     assert [len(place.lines) for place in places] == [8, 8]  # seven measures and the random choice
