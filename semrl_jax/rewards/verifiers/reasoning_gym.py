@@ -2,9 +2,9 @@
 
 The score is in [0, 1], and 1 is correct. The answer is what stands between `<answer>` and
 `</answer>`. Without these tags, it is what `find_answer` finds, and the whole response is scored
-too, for answers of several lines: the better score counts. Scorers that only compare texts give a part of the score to a
-text that contains the answer: for a whole response, they count if they give 1. `rewards.mode` has
-no influence.
+too, for answers of several lines: the better score counts. Scorers that only compare texts give a
+part of the score to a text that contains the answer: for a whole response, they count if they give
+1. `rewards.mode` has no influence.
 """
 
 from __future__ import annotations
