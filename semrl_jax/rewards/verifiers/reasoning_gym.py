@@ -1,10 +1,10 @@
 """The scorer of the data set that a problem comes from: data.task='reasoning_gym'.
 
 The score is in [0, 1], and 1 is correct. The answer is what stands between `<answer>` and
-`</answer>`, else what `find_answer` finds. The whole response is scored too, for answers of several
-lines, and the better score counts. Scorers that only compare texts give a part of the score to a
-text that contains the answer: for a whole response, they count if they give 1. `rewards.mode` has
-no influence.
+`</answer>`. Without these tags, it is what `find_answer` finds, and the whole response is scored
+too, for answers of several lines: the better score counts. Scorers that only compare texts give a
+part of the score to a text that contains the answer: for a whole response, they count if they give
+1. `rewards.mode` has no influence.
 """
 
 from __future__ import annotations
