@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("tiny", "tiny", tuple(SHAPED), ("none", "verl")),
-    Part("formats", "formats", OF_FORMATS, ("none", "verl")),
+    Part("formats", "formats", tuple(OF_FORMATS), ("none", "verl")),
     Part("sums", "sums", OF_SUMS, ("none", "verl")),
     Part("gcd", "gcd", OF_GCD, ("none", "verl")),
     Part("defects", "tiny", ("verl", "none", *DEFECTS), ("verl",)),
@@ -234,16 +234,27 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected[np.argsort(order)].tolist()
 
 
-def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list[str]:
+def p_values(outcomes: Mapping[str, Outcome], base: str, n: int) -> dict[str, float]:
+    """Of the difference in pass@1 from the base, for each variant that has one."""
+    names = [name for name in outcomes if name not in (START, base)]
+    gains = {name: Gain.of(outcomes[name], outcomes[base], passed(1, n)) for name in names}
+    return {name: gain.p for name, gain in gains.items() if gain and not np.isnan(gain.p)}
+
+
+def table(
+    outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int, further: Sequence[float] = ()
+) -> list[str]:
     """A Markdown table: levels of the start and of the first base, differences of the others.
 
     A column of tokens or bonuses is there if the rows differ in it.
+
+    Args:
+      further: p values of other tables, for which those here are corrected too.
     """
     base, *more = bases
-    others = [name for name in outcomes if name not in (START, base)]
     first, last = passed(1, n), passed(n, n)
-    gains = [Gain.of(outcomes[name], outcomes[base], first) for name in others]
-    p_values = dict(zip(others, holm([np.nan if gain is None else gain.p for gain in gains])))
+    own = p_values(outcomes, base, n)
+    corrected = dict(zip(own, holm([*own.values(), *further])))
 
     def score(name: str, of: Score, compared: str = base) -> str:
         if name in (START, compared):
@@ -259,7 +270,7 @@ def table(outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int) -> list
         "bonus": lambda name: of_training(name, f"{100 * outcomes[name].bonus.mean():.1f} %"),
         "over steps": lambda name: score(name, Outcome.over_steps),
         "pass@1": lambda name: score(name, first),
-        "p": lambda name: shown(p_values.get(name, np.nan), ".2g"),
+        "p": lambda name: shown(corrected.get(name, np.nan), ".2g"),
         **{
             f"pass@1 less {other}'s": lambda name, other=other: score(name, first, other)
             for other in more
@@ -371,11 +382,22 @@ def draw_by_k(records: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def outcomes_of(part: Part, record: Mapping[str, Any]) -> dict[str, Outcome]:
+    """By variant, in the order of the part; without those that the record lacks."""
+    names = [name for name in (START, *part.variants) if name in record["runs"]]
+    return {name: Outcome.of(record["runs"][name]) for name in names}
+
+
 def section(part: Part, record: Mapping[str, Any]) -> str:
     """What the page says of the runs of a part."""
     study, n = STUDIES[part.study], record["num_samples"]
-    names = [name for name in (START, *part.variants) if name in record["runs"]]
-    outcomes = {name: Outcome.of(record["runs"][name]) for name in names}
+    outcomes = outcomes_of(part, record)
+    further = [
+        p
+        for other in PARTS
+        if other.study == part.study and other != part
+        for p in p_values(outcomes_of(other, record), other.bases[0], n).values()
+    ]
     trained = {name: own for name, own in outcomes.items() if name != START}
     count, planned = sum(len(own.seeds) for own in trained.values()), len(part.variants)
     planned *= len(study.seeds)
@@ -389,9 +411,9 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
             "",
             f"![Differences of variants, and learning curves](figures/evidence_{part.name}.png)",
             "",
-            *table(outcomes, part.bases, n),
+            *table(outcomes, part.bases, n, further),
             "",
-            *_about_ways(study.ways, {name: record["runs"][name] for name in names}),
+            *_about_ways(study.ways, {name: record["runs"][name] for name in outcomes}),
             f"Summed up on {measured_on(record)}.",
         ]
     )

@@ -109,10 +109,13 @@ SAMPLED = {
     "num_problems": 512,
 }  # fmt: skip
 # A run of `formats` takes six times as long as one of `tiny`, so it has fewer variants.
-OF_FORMATS = (
-    "none", "verl", "verl, reward", "ER alone", "shuffled", "length", "entropy", "entropy bonus",
-    "clip-higher", "novelty",
-)  # fmt: skip
+OF_FORMATS = {
+    name: SHAPED[name]
+    for name in (
+        "none", "verl", "verl, reward", "ER alone", "shuffled", "length", "entropy",
+        "entropy bonus", "clip-higher", "novelty",
+    )
+} | {"shuffled, twice": SHAPED["shuffled"] | {"shaping.eta": 2.0}}  # fmt: skip
 # A run of a real model takes six to fifteen minutes of two cores.
 OF_SUMS = ("none", "verl", "verl, reward", "shuffled", "length", "entropy")
 OF_GCD = ("none", "verl", "shuffled", "length")
@@ -250,7 +253,7 @@ STUDIES = {
             "data.template": "Q:{input}\nA:",
             "training.prompts_per_minibatch": 16,  # two updates per step, so that clips act
         },
-        variants={name: SHAPED[name] for name in OF_FORMATS},
+        variants=OF_FORMATS,
         num_steps=40,
         evaluation=SAMPLED,
         start=[

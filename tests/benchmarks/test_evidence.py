@@ -177,12 +177,35 @@ def test_three_seeds_have_the_interval_of_student():
     assert covered / count > 0.92
 
 
+def run_of(correct):
+    return {"correct": correct, "greedy": {"0": 0.5, "1": 0.5}, "tokens": 70_000, "bonus": 0.0}
+
+
 def test_a_variant_without_a_seed_of_the_base_has_no_difference():
     """Another machine may have made other seeds so far."""
     outcomes = {"none": outcome([0, 2], [0, 4]), "verl": outcome([1, 1], seeds=(5,))}
     results.draw(outcomes, "none", 4)
     row = results.table(outcomes | {"length": outcome([1, 2], [0, 4])}, ("none",), 4)[3]
     assert row == "| verl | 1 |  |  |  |  |"
+
+
+def test_p_values_are_corrected_for_all_tables_of_a_task(tmp_path, monkeypatch):
+    runs = {
+        "none": {str(seed): run_of("000") for seed in range(4)},
+        "verl": {str(seed): run_of("00g" if seed else "000") for seed in range(4)},
+        "length": {str(seed): run_of("00g" if seed else "002") for seed in range(4)},
+        "all": {str(seed): run_of("000") for seed in range(4)},
+    }
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    (tmp_path / "figures").mkdir()
+    part = results.PARTS[0]
+    record = {"num_samples": 16, "runs": runs, "machine": "a machine"}
+    of_task = [results.p_values(results.outcomes_of(each, record), each.bases[0], 16)
+               for each in results.PARTS if each.study == part.study]  # fmt: skip
+    assert [list(each) for each in of_task] == [["verl", "length"], ["none", "all"]]
+    # Of four p values, that of "length" is the least.
+    least = 4 * of_task[0]["length"]
+    assert f" | {least:.2g} | " in results.section(part, record)
 
 
 def test_the_interval_has_the_spread_of_a_mean_over_seeds_and_problems():
@@ -242,7 +265,7 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
             correct = sample < problem * (2 if name == "verl" else 1)
             table = pa.table({"group_id": problem, "correct": correct})
             pq.write_table(table, place / "samples.parquet")
-    other = {"correct": "248", "greedy": {"0": 0.5, "1": 0.5}, "tokens": 70_000, "bonus": 0.0}
+    other = run_of("248")
     known = {"runs": {"none": {"1": {}, "7": other}, "length": {"0": other}}}
     study = study._replace(seeds=(0, 1, 7))
     record = results.collect(study, tmp_path / "runs", known)
