@@ -8,3 +8,8 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 # Without PyTorch, transformers would print advice to install it in every command.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+# Metrics of hidden states are computed on the host, which is a device of JAX: "cuda" would leave it
+# out. The first one stays the default.
+_platforms = os.environ.get("JAX_PLATFORMS", "")
+if _platforms and "cpu" not in _platforms.split(","):
+    os.environ["JAX_PLATFORMS"] = f"{_platforms},cpu"

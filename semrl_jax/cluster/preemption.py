@@ -28,7 +28,6 @@ class StopRequest:
     def __init__(self, grace_s: float, exit_code: int, forward: Callable[[], None] = lambda: None):
         self._signal_name = ""
         self._first = threading.Lock()  # taken by the first signal; the next may interrupt it
-        self._first_sigterm = threading.Lock()  # likewise
         self._num_interrupts = 0  # SIGINT
         self._main_thread = 0  # 0 unless the handlers are installed
         self._forward = forward
@@ -94,21 +93,37 @@ class StopRequest:
             number: signal.signal(number, self._receive)
             for number in (signal.SIGTERM, signal.SIGINT)
         }
+        numbers, pipe = os.pipe()
+        os.set_blocking(pipe, False)
+        threading.Thread(target=self._count_grace, args=(numbers,), daemon=True).start()
+        wakeup = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
         self._main_thread = threading.get_ident()
         try:
             yield self
         finally:
             self._main_thread = 0
+            signal.set_wakeup_fd(wakeup)
+            os.close(pipe)  # which ends the thread
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self._watchdog.cancel()
+
+    def _count_grace(self, numbers: int) -> None:
+        """Starts the grace time at the first SIGTERM.
+
+        The main thread runs no handler while it compiles a program or waits for a device.
+        """
+        started = False
+        with open(numbers, "rb", buffering=0) as received:
+            while number := received.read(1):
+                if number[0] == signal.SIGTERM and not started:
+                    started = True
+                    self._watchdog.start()
 
     def _receive(self, number, _frame) -> None:
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts > 1:
             raise KeyboardInterrupt
-        if number == signal.SIGTERM and self._first_sigterm.acquire(blocking=False):
-            self._watchdog.start()
         if not self._first.acquire(blocking=False):
             return
         self._signal_name = signal.Signals(number).name

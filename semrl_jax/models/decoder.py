@@ -187,6 +187,23 @@ def _product_of_few(x: Float[Array, "B T I"], kernel: Float[Array, "I O"], *_, *
     return product.reshape(*x.shape[:-1], -1)
 
 
+@jax.custom_vjp
+def _looked_up(table: Float[Array, "V D"], token_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    """Rows of a table. The gradient sums in float32: in bfloat16, 256 + 1 is 256."""
+    return jnp.take(table, token_ids, axis=0)
+
+
+def _sums_of_rows(kept, gradient):
+    table, token_ids = kept
+    sums = jnp.zeros_like(table, jnp.float32).at[token_ids].add(gradient.astype(jnp.float32))
+    return sums.astype(table.dtype), None
+
+
+_looked_up.defvjp(
+    lambda table, token_ids: (_looked_up(table, token_ids), (table, token_ids)), _sums_of_rows
+)
+
+
 class ExpertKernels(nnx.Module):
     """A product of each expert."""
 
@@ -549,7 +566,8 @@ class Decoder(nnx.Module):
     def _embedded(self, token_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The input of the first layer."""
         token_ids = constrain(token_ids, "looked_up_tokens", self.mesh)
-        x = constrain(self.embed(token_ids), "looked_up", self.mesh)
+        x = _looked_up(self.embed.embedding[...], token_ids).astype(self.dtype)
+        x = constrain(x, "looked_up", self.mesh)
         if self.config.declared.scaled_embedding:
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded as transformers'
         return constrain(x, "states", self.mesh)

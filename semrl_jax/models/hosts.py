@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from semrl_jax.models.pinned import fetched
 from semrl_jax.models.sharding import DATA_AXES
 
 
@@ -21,7 +22,9 @@ def to_host(tree: Any) -> Any:
             return leaf
         if leaf.is_fully_addressable or leaf.is_fully_replicated:
             return np.asarray(leaf)
-        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+        # From the devices: of an array in the memory of the host, the compiler for TPUs gathers the
+        # parts through the network between slices.
+        return np.asarray(multihost_utils.process_allgather(fetched(leaf), tiled=True))
 
     start_copies(tree)
     return jax.tree.map(whole, tree)

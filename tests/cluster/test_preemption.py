@@ -1,5 +1,6 @@
 """A signal ends an interruptible block with Preempted."""
 
+import hashlib
 import os
 import queue
 import signal
@@ -36,6 +37,20 @@ def test_process_ends_after_the_grace_time(monkeypatch, capsys):
         terminate()
         assert codes.get(timeout=10) == 75
     assert "no checkpoint within training.grace_s=0.01 s" in capsys.readouterr().err
+
+
+def test_the_grace_time_runs_while_the_main_thread_is_in_a_call_of_c(monkeypatch):
+    """Such as a compilation: no handler runs before its end."""
+    codes = queue.Queue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    with StopRequest(0.01, 75).installed() as request:
+        timer = threading.Timer(0.05, terminate)
+        timer.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # some tenths of a second
+        assert codes.qsize() == 1
+        with pytest.raises(Preempted, match="SIGTERM"):
+            request.check()
+    timer.join()
 
 
 def test_an_interrupt_has_no_grace_time(monkeypatch):

@@ -1,10 +1,13 @@
 """launch.env: what a report of a problem needs, without what is private."""
 
+import importlib
 import json
+import os
 import socket
 
 import pytest
 
+import launch
 from tests.launch.conftest import TOKEN, run, succeed
 from tests.launch.test_bad_input import assert_one_line
 
@@ -33,3 +36,13 @@ def test_settings_are_shown_without_what_is_private(tmp_path):
     for private in ("alice", "gpu7", TOKEN, socket.gethostname(), str(tmp_path)):
         assert private not in done.stdout
     assert_one_line(run("launch.env", f"--run={tmp_path}/no"), "is no directory of a run.")
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [("cuda", "cuda,cpu"), ("cpu", "cpu"), ("tpu,cpu", "tpu,cpu"), ("", "")]
+)
+def test_the_host_stays_a_device_of_jax(monkeypatch, given, used):
+    """It measures hidden states, and `JAX_PLATFORMS=cuda` alone would leave it out."""
+    monkeypatch.setenv("JAX_PLATFORMS", given)
+    importlib.reload(launch)
+    assert os.environ["JAX_PLATFORMS"] == used

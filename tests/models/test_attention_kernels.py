@@ -155,6 +155,25 @@ def test_the_program_for_gpus_has_the_kernel():
     assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "size"), [("bfloat16", 128, 128), ("float32", 64, 128), ("float32", 80, 64)]
+)
+def test_blocks_of_wide_heads_fit_into_the_memory_of_a_gpu(monkeypatch, dtype, width, size):
+    """The compiler for an H100 refuses blocks of 128 float32 heads of 80 to 128 values."""
+    from jax.experimental.pallas.ops.gpu import attention as triton
+
+    found = []
+
+    def mha(query, *_, block_sizes, **__):
+        found.append((block_sizes.block_q, block_sizes.block_k))
+        return query
+
+    monkeypatch.setattr(triton, "mha", mha)
+    segments, heads = jnp.ones((1, 256), jnp.int32), jnp.ones((1, 256, 2, width), dtype)
+    self_attention(segments, segments, kernel="triton")(heads, heads, heads, None)
+    assert found == [(size, size)]
+
+
 # In a process of its own: it loads libtpu, which reads the environment.
 COMPILED = """
 import jax, jax.numpy as jnp

@@ -6,7 +6,8 @@ import math
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from semrl_jax import models
 from semrl_jax.models.sharding import activation_spec
@@ -140,3 +141,20 @@ def test_cached_decoding_on_a_tensor_axis(policy, tensor, heads_of_a_device):
         for _, shape in found.arrays
     ]
     assert max(moved) == 4 * 32  # states of one token, never the cache
+
+
+def test_parts_in_the_memory_of_hosts_are_gathered_from_the_devices(monkeypatch):
+    """Compiled for a TPU slice, a gather from host to host is a collective between slices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"), memory_kind="pinned_host")
+    array = jax.device_put(np.arange(4.0), sharding)
+    kinds = []
+
+    def gathered(leaf, tiled):
+        kinds.append(leaf.sharding.memory_kind)
+        return np.zeros(leaf.shape)
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
+    monkeypatch.setattr(type(array), "is_fully_addressable", False)
+    models.to_host(array)
+    assert kinds == ["device"]
