@@ -24,7 +24,7 @@ from semrl_jax.training.optimizer import (
     make_optimizer,
     num_optimizer_updates,
 )
-from semrl_jax.training.optimizers import adafactor
+from semrl_jax.training.optimizers import adafactor, adamw
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.train_state import abstract_trained, init_trained
 from tests.cases import refused
@@ -104,6 +104,36 @@ def test_adafactor_matches_float64():
         own /= max(1.0, np.sqrt(np.mean(own**2)))
         mean = 0.9 * mean + 0.1 * own
         np.testing.assert_allclose(found["w"], mean, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.99, 0.999])
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_a_bfloat16_mean_decays_like_a_float32_mean(name, decay):
+    """The decay in bfloat16 made it a fifth too small with 0.99, and let it grow with 0.999."""
+
+    def direction(dtype):
+        if name == "adamw":
+            return adamw.direction(adamw.Options(adam_b1=decay, first_moment_dtype=dtype))
+        return adafactor.direction(adafactor.Options(momentum=decay, first_moment_dtype=dtype))
+
+    gradients = jax.random.normal(jax.random.key(0), (2000, 64)) + 0.3
+    params = jnp.zeros(64)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def last(dtype):
+        own = direction(dtype)
+
+        def step(state, gradient):
+            found, state = own.update(gradient, state, params)
+            return state, found
+
+        state, found = jax.lax.scan(step, own.init(params), gradients)
+        return state, found[-1]
+
+    (exact_state, exact), (state, found) = last("float32"), last("bfloat16")
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(state)}
+    assert jnp.dtype("bfloat16") in dtypes > {leaf.dtype for leaf in jax.tree.leaves(exact_state)}
+    assert np.linalg.norm(found - exact) < 0.1 * np.linalg.norm(exact)
 
 
 @functools.cache

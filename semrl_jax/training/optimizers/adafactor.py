@@ -6,6 +6,8 @@ import dataclasses
 
 import optax
 
+from semrl_jax.training.optimizers import with_rounded
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -46,6 +48,6 @@ def direction(options: Options) -> optax.GradientTransformation:
         optax.clip_by_block_rms(1.0),
     ]
     if options.momentum:
-        dtype = options.first_moment_dtype
-        parts.append(optax.ema(options.momentum, debias=False, accumulator_dtype=dtype))
+        mean = optax.ema(options.momentum, debias=False)
+        parts.append(with_rounded("ema", options.first_moment_dtype, mean))
     return optax.chain(*parts)

@@ -6,6 +6,8 @@ import dataclasses
 
 import optax
 
+from semrl_jax.training.optimizers import with_rounded
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -18,6 +20,5 @@ class Options:
 
 def direction(options: Options) -> optax.GradientTransformation:
     """The mean of gradients over the root of the mean of squares, both corrected for the start."""
-    # In float32, None: Optax then takes the gradient as it is, without a cast.
-    dtype = None if options.first_moment_dtype == "float32" else options.first_moment_dtype
-    return optax.scale_by_adam(b1=options.adam_b1, b2=options.adam_b2, mu_dtype=dtype)
+    adam = optax.scale_by_adam(b1=options.adam_b1, b2=options.adam_b2)
+    return with_rounded("mu", options.first_moment_dtype, adam)
