@@ -15,7 +15,7 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.safe_files import check_regular
 
 MAX_CELL_BYTES = 4 * 2**20  # of a text, alone or in a list
-MAX_ROW_BYTES = 64 * 2**20  # of all texts in the lists of a column
+MAX_ROW_BYTES = 64 * 2**20  # of all texts in the lists of a column, or of bytes that are no text
 MAX_TABLE_BYTES = 2 * 2**30  # of a file that is read as a whole
 MAX_EXPANSION = 1000  # decoded bytes per byte of a large file
 MAX_WIDTH = 2**16  # bytes of a value of fixed width
@@ -126,10 +126,10 @@ class ParquetFile:
                 lengths = list(_text_lengths(column))
                 longest = max((pc.max(part).as_py() or 0 for part in lengths), default=0)
                 size = sum(pc.sum(part).as_py() or 0 for part in lengths)
-            if longest > MAX_CELL_BYTES:
-                raise UserError(
-                    f"{where} a text has {longest} bytes, more than {MAX_CELL_BYTES}; remove it."
-                )
+            kind = self.schema.types[self.schema.get_all_field_indices(name)[0]]
+            most = MAX_ROW_BYTES if kind == pa.binary() else MAX_CELL_BYTES
+            if longest > most:
+                raise UserError(f"{where} a text has {longest} bytes, more than {most}; remove it.")
             if len(batch) == 1 and size > MAX_ROW_BYTES:
                 raise UserError(
                     f"{where} the lists have over {MAX_ROW_BYTES} bytes of text; remove the row."

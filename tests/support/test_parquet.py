@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.parquet import MAX_CELL_BYTES, ParquetFile, with_types
 from tests.cases import refused
@@ -82,6 +83,17 @@ def test_long_texts_arrive_in_small_parts(tmp_path):
     parts = list(ParquetFile(tmp_path / "x.parquet").batches(["number", "text"]))
     assert max(part.nbytes for part in parts) <= 70 * MIB and len(parts) > 1
     assert pa.Table.from_batches(parts).select(["text", "number"]) == table
+
+
+def test_bytes_may_be_as_long_as_a_row_of_texts(tmp_path):
+    """The experts of 16384 tokens of Qwen3-30B-A3B, in a record for `launch.replay`."""
+    experts = np.random.default_rng(0).bytes(16384 * 48 * 8)
+    table = response_files.table_of({"group_id": [0, 1], "routed_experts": [experts, b""]})
+    response_files.write(tmp_path / "x.parquet", table)
+    assert response_files.read(tmp_path / "x.parquet") == table
+    pq.write_table(pa.table({"x": [experts * 11]}), tmp_path / "y.parquet")
+    message = "a text has 69206016 bytes, more than 67108864"
+    refused(message, list, ParquetFile(tmp_path / "y.parquet").batches())
 
 
 def test_nested_columns_are_read_as_they_are(tmp_path):
