@@ -209,8 +209,8 @@ def _inverse_cdf(
 
     The Gumbel method takes a random number per token of the vocabulary, a third of the decode step
     of a small model. Here one number of 24 bits is for the block and one for the token in it. The
-    sums have few terms, so the probability of a token is exact to about 1e-4 of itself. Returns
-    int32 token ids, and the logarithm of the sum of exp(logits).
+    probability of a block is exact to about 3e-7. Returns int32 token ids, and the logarithm of the
+    sum of exp(logits).
     """
     num_rows, num_own = logits.shape
     num_tokens = num_own if axis is None else num_own * jax.lax.axis_size(axis)
