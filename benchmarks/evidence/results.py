@@ -235,7 +235,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def p_values(outcomes: Mapping[str, Outcome], base: str, n: int) -> dict[str, float]:
-    """Of the difference in pass@1 from the base, for each variant that has one."""
+    """p of the difference in pass@1 from the base, for each variant that has one."""
     names = [name for name in outcomes if name not in (START, base)]
     gains = {name: Gain.of(outcomes[name], outcomes[base], passed(1, n)) for name in names}
     return {name: gain.p for name, gain in gains.items() if gain and not np.isnan(gain.p)}
@@ -383,7 +383,7 @@ def draw_by_k(records: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def outcomes_of(part: Part, record: Mapping[str, Any]) -> dict[str, Outcome]:
-    """By variant, in the order of the part; without those that the record lacks."""
+    """The variants in the order of the part, without those that the record lacks."""
     names = [name for name in (START, *part.variants) if name in record["runs"]]
     return {name: Outcome.of(record["runs"][name]) for name in names}
 

@@ -203,7 +203,7 @@ def test_p_values_are_corrected_for_all_tables_of_a_task(tmp_path, monkeypatch):
     of_task = [results.p_values(results.outcomes_of(each, record), each.bases[0], 16)
                for each in results.PARTS if each.study == part.study]  # fmt: skip
     assert [list(each) for each in of_task] == [["verl", "length"], ["none", "all"]]
-    # Of four p values, that of "length" is the least.
+    # The p value of "length" is the least of four.
     least = 4 * of_task[0]["length"]
     assert f" | {least:.2g} | " in results.section(part, record)
 
