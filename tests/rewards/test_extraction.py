@@ -141,7 +141,7 @@ def test_text_after_the_end_marker_is_ignored(text):
     ],
 )
 def test_hostile_text_costs_one_pass(text):
-    start = time.perf_counter()
+    start = time.thread_time()  # other work on the machine does not count
     find_answer(text)
     has_complete_box(text)
-    assert time.perf_counter() - start < 1.0  # about 0.02 s; a quadratic rule takes minutes
+    assert time.thread_time() - start < 1.0  # about 0.02 s; a quadratic rule takes minutes

@@ -237,10 +237,10 @@ def test_an_inequality_that_must_be_solved_is_no_set():
 
 @pytest.mark.parametrize("text", ["答案", "x\n\n", "\n"])
 def test_a_long_response_without_a_letter_costs_one_pass(text):
-    start = time.perf_counter()
+    start = time.thread_time()
     response = text * (200_000 // len(text)) + "y"
     assert not math.verify(response, "A", VerifierSettings()).correct
-    assert time.perf_counter() - start < 1.5  # 0.1 s; minutes if the rule is quadratic
+    assert time.thread_time() - start < 1.5  # 0.1 s; minutes if the rule is quadratic
 
 
 def test_ratios():
