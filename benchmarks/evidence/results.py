@@ -82,6 +82,7 @@ class Outcome(NamedTuple):
     Attributes:
       correct: responses per problem that are correct.
       curves: greedy accuracy by step.
+      sampled: tokens sampled in training up to each of these steps; empty if the record has none.
       tokens: sampled in training.
       bonus: the mean bonus as a share of the mean |advantage|, over all steps.
     """
@@ -89,6 +90,7 @@ class Outcome(NamedTuple):
     seeds: tuple[int, ...]
     correct: Int[np.ndarray, "S P"]
     curves: list[dict[int, float]]
+    sampled: list[dict[int, int]]
     tokens: Float[np.ndarray, " S"]
     bonus: Float[np.ndarray, " S"]
 
@@ -98,7 +100,10 @@ class Outcome(NamedTuple):
         return cls(
             tuple(map(int, seeds)),
             np.array([[DIGITS.index(c) for c in runs[seed]["correct"]] for seed in seeds]),
-            [{int(step): value for step, value in runs[s]["greedy"].items()} for s in seeds],
+            *(
+                [{int(step): value for step, value in runs[s].get(key, {}).items()} for s in seeds]
+                for key in ("greedy", "sampled")
+            ),
             *(np.array([runs[seed][key] for seed in seeds]) for key in ("tokens", "bonus")),
         )
 
@@ -111,6 +116,27 @@ class Outcome(NamedTuple):
         """The mean greedy accuracy after the first step, of each seed; NaN without steps."""
         curves = [[value for step, value in one.items() if step] for one in self.curves]
         return np.array([[np.mean(each) if each else np.nan] for each in curves])
+
+    def _by_tokens(self, seed: int) -> Float[np.ndarray, "2 E"]:
+        """Tokens sampled so far, and greedy accuracy, at each evaluated step."""
+        place = self.seeds.index(seed)
+        curve = sorted(self.curves[place].items())
+        rows = [(self.sampled[place].get(step, 0), accuracy) for step, accuracy in curve]
+        return np.reshape(rows, (-1, 2)).T
+
+    def at_tokens_of(self, base: Outcome) -> dict[int, float]:
+        """Seeds: the mean difference of the greedy accuracy, after as many tokens as `base`.
+
+        It is compared after each step of `base` but the first, and is interpolated between its own.
+        Steps after which `base` has sampled more than the whole run are left out.
+        """
+        found = {}
+        for seed in sorted(set(self.seeds) & set(base.seeds)):
+            (x, y), (x_base, y_base) = self._by_tokens(seed), base._by_tokens(seed)
+            kept = (x_base > 0) & (x_base <= x.max(initial=0.0))
+            if kept.any():
+                found[seed] = np.mean(np.interp(x_base, x, y)[kept] - y_base[kept])
+        return found
 
 
 Score = Callable[[Outcome], Float[np.ndarray, "S P"]]  # of each seed and problem
@@ -153,13 +179,19 @@ def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
     table = pq.read_table(samples, columns=["group_id", "correct"])
     problem, correct = (column.to_numpy(zero_copy_only=False) for column in table.columns)
     rows = read_rows(run / "metrics.jsonl")
+    # Dynamic sampling drops responses, which count too.
+    tokens = [row.get(SAMPLED, row.get("response/num_tokens", 0)) for row in rows]
     keys = {key for row in rows for key in row}
     accuracy = min((key for key in keys if key.endswith("/greedy_accuracy")), default="")
     return {
         "correct": "".join(DIGITS[c] for c in np.bincount(problem, correct).astype(int).tolist()),
         "greedy": {row["step"]: row[accuracy] for row in rows if accuracy in row},
-        # Dynamic sampling drops responses, which count too.
-        "tokens": int(sum(row.get(SAMPLED, row.get("response/num_tokens", 0)) for row in rows)),
+        "sampled": {
+            row["step"]: int(so_far)
+            for row, so_far in zip(rows, np.cumsum(tokens))
+            if accuracy in row
+        },
+        "tokens": int(sum(tokens)),
         "bonus": float(np.mean([row[BONUS] for row in rows if BONUS in row] or [0.0])),
     }
 
@@ -213,10 +245,13 @@ class Gain(NamedTuple):
         own_scores, base_scores = (
             score(one)[[one.seeds.index(seed) for seed in both]] for one in (own, base)
         )
-        found = 100 * (own_scores - base_scores)
+        return cls.of_differences(100 * (own_scores - base_scores))
+
+    @classmethod
+    def of_differences(cls, found: Float[np.ndarray, "S P"]) -> Gain:
         of_seeds = found.mean(axis=1)
         mean, low, high = interval(found)
-        if len(both) < 2 or not np.ptp(of_seeds):
+        if len(found) < 2 or not np.ptp(of_seeds):
             return cls(mean, low, high, float("nan"))
         test = stats.ttest_1samp(of_seeds, 0.0)
         of_t = test.confidence_interval(0.95)
@@ -246,7 +281,8 @@ def table(
 ) -> list[str]:
     """A Markdown table: levels of the start and of the first base, differences of the others.
 
-    A column of tokens or bonuses is there if the rows differ in it.
+    A column of tokens or bonuses is there if the rows differ in it. "at equal tokens" is "over
+    steps" as `Outcome.at_tokens_of` compares it.
 
     Args:
       further: p values of other tables, for which those here are corrected too.
@@ -264,11 +300,18 @@ def table(
     def of_training(name: str, text: str) -> str:
         return "" if name == START else text
 
+    def at_equal_tokens(name: str) -> str:
+        if name in (START, base):
+            return ""
+        found = outcomes[name].at_tokens_of(outcomes[base])
+        return str(Gain.of_differences(100 * np.array([*found.values()])[:, None])) if found else ""
+
     columns = {
         "seeds": lambda name: str(len(outcomes[name].seeds)),
         "tokens": lambda name: of_training(name, f"{outcomes[name].tokens.mean() / 1e6:.2f} M"),
         "bonus": lambda name: of_training(name, f"{100 * outcomes[name].bonus.mean():.1f} %"),
         "over steps": lambda name: score(name, Outcome.over_steps),
+        "at equal tokens": at_equal_tokens,
         "pass@1": lambda name: score(name, first),
         "p": lambda name: shown(corrected.get(name, np.nan), ".2g"),
         **{
@@ -278,9 +321,10 @@ def table(
         f"pass@{n}": lambda name: score(name, last),
     }
     cells = {title: [text(name) for name in outcomes] for title, text in columns.items()}
-    for title in ("tokens", "bonus"):
-        if len(set(cells[title][list(outcomes).index(base) :])) == 1:
-            del cells[title]
+    trained = slice(list(outcomes).index(base), None)
+    same = {t for t in ("tokens", "bonus", "at equal tokens") if len(set(cells[t][trained])) == 1}
+    same |= {"at equal tokens"} if "tokens" in same else set()
+    cells = {title: of_rows for title, of_rows in cells.items() if title not in same}
     lines = [f"| | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
     return [*lines, *(f"| {' | '.join(row)} |" for row in zip(outcomes, *cells.values()))]
 

@@ -146,8 +146,9 @@ def test_holm_corrects_and_keeps_the_order():
 
 
 def outcome(*correct, seeds=(0, 1)):
-    zeros = np.zeros(len(seeds))
-    return results.Outcome(seeds, np.array(correct), [{0: 0.1, 4: 0.5}] * len(seeds), zeros, zeros)
+    zeros, nothing = np.zeros(len(seeds)), [{}] * len(seeds)
+    curves = [{0: 0.1, 4: 0.5}] * len(seeds)
+    return results.Outcome(seeds, np.array(correct), curves, nothing, zeros, zeros)
 
 
 def test_a_gain_is_paired_by_seed():
@@ -162,6 +163,22 @@ def test_a_gain_is_paired_by_seed():
     gain = results.Gain.of(own, base, results.passed(4, 4))
     assert gain.mean == pytest.approx(100 * np.mean([0, 0, 0, 0, 1, 0]))
     assert base.over_steps().tolist() == [[0.5], [0.5]]  # without step 0
+
+
+def test_learning_is_compared_at_equal_tokens():
+    curve = {0: 0.0, 1: 0.2, 2: 0.6, 3: 0.8}
+    base = outcome([0], [0])._replace(
+        curves=[curve] * 2, sampled=[{0: 0, 1: 100, 2: 200, 3: 300}] * 2
+    )
+    # Seed 1 learns as much with each token, though twice as fast with each step.
+    curves = [curve, {0: 0.0, 1: 0.6, 2: 0.8}, curve]
+    tokens = [{0: 0, 1: 200, 2: 300, 3: 400}, {0: 0, 1: 200, 2: 300}, {}]
+    own = outcome([0], [0], [0], seeds=(0, 1, 5))._replace(curves=curves, sampled=tokens)
+    found = own.at_tokens_of(base)
+    assert found == pytest.approx({0: np.mean([-0.1, -0.4, -0.2]), 1: np.mean([0.1, 0.0, 0.0])})
+    assert outcome([0]).at_tokens_of(base) == {}  # a record without tokens
+    rows = {"none": base, "verl": own._replace(tokens=np.full(3, 1e6))}
+    assert "| at equal tokens |" in results.table(rows, ("none",), 4)[0]
 
 
 def test_three_seeds_have_the_interval_of_student():
@@ -274,7 +291,8 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
     assert record["runs"]["none"]["1"]["correct"] == "012"
     record = results.collect(study, tmp_path / "runs", {})
     assert record["runs"]["verl"]["1"] == {
-        "correct": "024", "greedy": {0: 0.5, 1: 0.75}, "tokens": 70_000, "bonus": 0.25,
+        "correct": "024", "greedy": {0: 0.5, 1: 0.75}, "sampled": {0: 0, 1: 70_000},
+        "tokens": 70_000, "bonus": 0.25,
     }  # fmt: skip
     monkeypatch.setattr(results, "DOCS", tmp_path)
     (tmp_path / "figures").mkdir()
