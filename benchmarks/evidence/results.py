@@ -186,9 +186,10 @@ def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
     return {
         "correct": "".join(DIGITS[c] for c in np.bincount(problem, correct).astype(int).tolist()),
         "greedy": {row["step"]: row[accuracy] for row in rows if accuracy in row},
+        # A step is evaluated before it samples.
         "sampled": {
-            row["step"]: int(so_far)
-            for row, so_far in zip(rows, np.cumsum(tokens))
+            row["step"]: int(before)
+            for row, before in zip(rows, np.cumsum([0, *tokens]))
             if accuracy in row
         },
         "tokens": int(sum(tokens)),
