@@ -233,14 +233,14 @@ def test_http_gives_the_same_tokens_and_the_prompts_logprobs(client, model):
     assert first is None
     told = [entry[str(i)]["logprob"] for entry, i in zip(rest, prompt[1:].tolist())]
     np.testing.assert_allclose(told, right, atol=1e-4)
-    # Streamed token by token, to the same text.
+    # Streamed as tokens come, to the same text. A busy machine joins several tokens in one event.
     url, common = f"{client.url}/v1/completions", {"model": model.path.name, "ignore_eos": True}
     body = {**common, **given, "prompt": prompt.tolist()}
     whole = json.loads(ask(url, body, token=TOKEN).text)["choices"][0]
     assert whole["text"] == model.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
     events = ask(url, {**body, "stream": True}, token=TOKEN).text.split("\n\n")
     pieces = [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]]
-    assert "".join(pieces) == whole["text"] and len(pieces) > 10
+    assert "".join(pieces) == whole["text"] and len(pieces) > 2
 
 
 def first_stop(model, ids, stop_strings):
