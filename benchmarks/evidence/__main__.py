@@ -37,8 +37,11 @@ def run(study: Study, output: pathlib.Path, seeds: list[int], names: list[str]) 
         if seed == seeds[0]:
             sweep.check(runs)
         finish(sweep.run(runs))
-        # The first policy is a run: the evaluation takes its settings.
-        evaluate(study, [run.workdir for run in runs] + policies, output, seed)
+        # All that are finished: a policy has the name of its variant only among others. The first
+        # one is a run: the evaluation takes its settings.
+        finished = [run for run in planned(study, output, seed, start, study.variants)
+                    if run.is_finished]  # fmt: skip
+        evaluate(study, [run.workdir for run in finished] + policies, output, seed)
 
 
 def started(study: Study, output: pathlib.Path, seed: int) -> pathlib.Path:
