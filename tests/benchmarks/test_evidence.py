@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from ml_collections import ConfigDict
 
+from benchmarks.evidence import __main__ as evidence
 from benchmarks.evidence import formats, results, studies
 from benchmarks.evidence.controls import INDICATORS, OF_PAPER, probe
 from benchmarks.evidence.defects import last_token, late, zero_start
@@ -17,6 +18,7 @@ from semrl_jax.algorithms import credit
 from semrl_jax.data.tokenizer import CHARACTERS
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.runs.config_checks import check_sections
+from semrl_jax.runs.lifecycle import DONE
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.shaping.options import ShapingOptions
 from tests.training.probes.test_probes import SEEN
@@ -304,6 +306,18 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
         and "| verl | 2 | +12.5 (-146.3, +171.3) | +6.2 (" in part
     )
     assert (tmp_path / "figures" / "evidence_tiny.png").stat().st_size > 10_000
+
+
+def test_a_variant_alone_is_evaluated_with_all_that_are_finished(tmp_path, monkeypatch):
+    """Alone it would get another name, so its results would not be found."""
+    for name, steps in (("none", 40), ("verl", 40), ("length", 20)):
+        seed = tmp_path / name / "seed1"
+        (seed / "checkpoints" / str(steps)).mkdir(parents=True)
+        seed.with_suffix(".log").write_text(DONE.format(steps))
+    evaluated = []
+    monkeypatch.setattr(evidence, "evaluate", lambda _, policies, *__: evaluated.extend(policies))
+    evidence.run(studies.STUDIES["tiny"]._replace(start=()), tmp_path, [1], ["verl"])
+    assert evaluated == [tmp_path / "none" / "seed1", tmp_path / "verl" / "seed1"]
 
 
 def test_of_several_benchmarks_the_first_by_name_is_the_curve(tmp_path):
