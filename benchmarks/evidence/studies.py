@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.evidence import formats
+from benchmarks.evidence import formats, gcd
 from semrl_jax.jobs.sweep import Variant
 from semrl_jax.shaping.options import INDICATORS
 
@@ -116,7 +116,7 @@ OF_FORMATS = {
         "entropy bonus", "clip-higher", "novelty",
     )
 } | {"shuffled, twice": SHAPED["shuffled"] | {"shaping.eta": 2.0}}  # fmt: skip
-# A run of a real model takes six to fifteen minutes of two cores.
+# A run of a real model takes six to ten minutes of two cores.
 OF_SUMS = ("none", "verl", "verl, reward", "shuffled", "length", "entropy")
 OF_GCD = ("none", "verl", "shuffled", "length")
 # The methods of docs/algorithms.md: estimators, losses, and which prompts.
@@ -283,13 +283,25 @@ STUDIES = {
         config="smollm2",
         settings=CONTROLS
         | {
-            "data.reasoning_gym": ("gcd:min_numbers=2:max_numbers=2:max_value=20",),
-            "data.template": "chat:{input} Think step by step and end with the answer.",
-            "rollout.max_response_tokens": 96,
+            "data.reasoning_gym": (gcd.ENTRY,),
+            "data.template": "chat",
+            "rollout.max_response_tokens": 72,
         },
         variants={name: SHAPED[name] for name in OF_GCD},
         num_steps=30,
-        evaluation=SAMPLED | {"num_problems": 64},
+        evaluation=SAMPLED | {"num_problems": gcd.NUM_TEST},
         seeds=range(3),
+        start=[
+            ("benchmarks.evidence.gcd", "--output=$output/data"),
+            (
+                "launch.sft", "--config=configs/smollm2.py", "--workdir=$start/sft",
+                "--config.seed=$seed", "--config.sft.files=$output/data/demonstrations.jsonl",
+                "--config.sft.row_format=prompt_completion", "--config.sft.template=chat",
+                "--config.sft.max_tokens=160", "--config.sft.num_steps=64",
+                "--config.sft.batch_size=16", "--config.sft.learning_rate=1e-4",
+            ),
+        ],
+        start_model="sft/model",
+        ways=Ways([way.__name__ for way in gcd.WAYS], gcd.way_of),
     ),
 }  # fmt: skip
