@@ -354,7 +354,8 @@ def test_slurm_starts_trainers_and_replicas(tmp_path):
 
 
 def test_slurm_without_replicas_leaves_time_to_save(tmp_path):
-    _, recorded = sbatch(tmp_path, "0,0", REPLICA_NODES="0")
+    """REPLICA_GPUS, 4 by default, is not read."""
+    _, recorded = sbatch(tmp_path, "0,0", REPLICA_NODES="0", SLURM_GPUS_ON_NODE="2")
     assert "replicas" not in recorded and "--nodes=4" in recorded["srun"]
     config, _ = config_of(recorded["task0"][6:])
     assert tuple(config.rollout.addresses) == () and config.rollout.tls_ca_file == ""
@@ -362,8 +363,10 @@ def test_slurm_without_replicas_leaves_time_to_save(tmp_path):
     assert before_end >= config.training.grace_s + 60  # Slurm may be a minute early or late
 
 
-@pytest.mark.parametrize("wrong", [{"REPLICA_NODES": "4"}, {"REPLICA_GPUS": "16"}])
-def test_slurm_refuses_too_many_nodes_or_gpus_of_replicas(tmp_path, wrong):
+@pytest.mark.parametrize(
+    "wrong", [{"REPLICA_NODES": "4"}, *({"REPLICA_GPUS": gpus} for gpus in ("0", "3", "16"))]
+)
+def test_slurm_refuses_nodes_or_gpus_of_replicas_that_do_not_fit(tmp_path, wrong):
     result, recorded = sbatch(tmp_path, "0,0", SLURM_GPUS_ON_NODE="8", **wrong)
     assert result.returncode == 2 and not recorded
     ((name, value),) = wrong.items()
