@@ -5,9 +5,11 @@ import json
 import os
 import socket
 
+import jax
 import pytest
 
 import launch
+from semrl_jax import library
 from tests.launch.conftest import TOKEN, run, succeed
 from tests.launch.test_bad_input import assert_one_line
 
@@ -46,3 +48,10 @@ def test_the_host_stays_a_device_of_jax(monkeypatch, given, used):
     monkeypatch.setenv("JAX_PLATFORMS", given)
     importlib.reload(launch)
     assert os.environ["JAX_PLATFORMS"] == used
+    earlier = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", given)
+        importlib.reload(library)
+        assert jax.config.jax_platforms == used
+    finally:
+        jax.config.update("jax_platforms", earlier)
