@@ -129,7 +129,7 @@ class ParquetFile:
             kind = self.schema.types[self.schema.get_all_field_indices(name)[0]]
             most = MAX_ROW_BYTES if kind == pa.binary() else MAX_CELL_BYTES
             if longest > most:
-                raise UserError(f"{where} a text has {longest} bytes, more than {most}; remove it.")
+                raise UserError(f"{where} a cell has {longest} bytes, more than {most}; remove it.")
             if len(batch) == 1 and size > MAX_ROW_BYTES:
                 raise UserError(
                     f"{where} the lists have over {MAX_ROW_BYTES} bytes of text; remove the row."

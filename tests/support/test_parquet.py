@@ -18,11 +18,11 @@ MIB = 2**20
 CELL = "a" * (8 * MIB)
 # A case: the column and the message.
 BOMBS = {
-    "in a dictionary": (lambda: repeated(CELL, 300), "rows 1 to 300: a text has 8388608 bytes"),
-    "in lists": (lambda: in_lists(CELL, [1] * 300), "a text has 8388608 bytes, more than 4194304"),
+    "in a dictionary": (lambda: repeated(CELL, 300), "rows 1 to 300: a cell has 8388608 bytes"),
+    "in lists": (lambda: in_lists(CELL, [1] * 300), "a cell has 8388608 bytes, more than 4194304"),
     "in one list": (lambda: in_lists(CELL[: 3 * MIB], [300]), "the lists have over 67108864 bytes"),
     "all different": (lambda: [f"{CELL}{i}" for i in range(10)], "would take"),
-    "in one of many rows": (lambda: ["a"] * 2000 + [CELL], "1025 to 2001: a text has 8388608"),
+    "in one of many rows": (lambda: ["a"] * 2000 + [CELL], "1025 to 2001: a cell has 8388608"),
 }
 MEASURED = """
 import resource, sys
@@ -72,7 +72,7 @@ def test_its_memory_is_small(tmp_path):
     command = [sys.executable, "-c", MEASURED, str(file)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     message, kibibytes = out.splitlines()
-    assert "a text has 8388608 bytes" in message and int(kibibytes) < 300 * 1024
+    assert "a cell has 8388608 bytes" in message and int(kibibytes) < 300 * 1024
 
 
 def test_long_texts_arrive_in_small_parts(tmp_path):
@@ -92,7 +92,7 @@ def test_bytes_may_be_as_long_as_a_row_of_texts(tmp_path):
     response_files.write(tmp_path / "x.parquet", table)
     assert response_files.read(tmp_path / "x.parquet") == table
     pq.write_table(pa.table({"x": [experts * 11]}), tmp_path / "y.parquet")
-    message = "a text has 69206016 bytes, more than 67108864"
+    message = "a cell has 69206016 bytes, more than 67108864"
     refused(message, list, ParquetFile(tmp_path / "y.parquet").batches())
 
 
