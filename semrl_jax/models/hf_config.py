@@ -96,7 +96,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         sizes.setdefault("num_kv_heads", sizes["num_heads"])
         default_width = declared.head_dim or sizes["hidden_size"] // sizes["num_heads"]
         sizes.setdefault("head_dim", default_width)
-        positions = {"max_position_embeddings": 32_768, **hf}
+        positions = {"max_position_embeddings": declared.max_position_embeddings, **hf}
         theta, scaling = _rope_from_hf(hf)
         window, full_attention_layers = _windows_from_hf(declared, hf)
         options = {

@@ -57,6 +57,8 @@ def test_every_field_of_transformers_is_read_or_refused(family):
     names = {field.name for field in dataclasses.fields(config_class)} | written.keys()
     assert names <= OTHER.keys() | WITHOUT_EFFECT
     config = models.config_from_hf(written)
+    length = written.pop("max_position_embeddings")  # SIZES has no other than the default
+    assert models.config_from_hf(written).max_position_embeddings == length
     changes = {name: value for name, value in OTHER.items() if name in names} | KEYWORDS
     for name, value in changes.items():
         other = value if value is not None else not written[name]

@@ -30,6 +30,7 @@ class Family:
     attention_bias: bool = False  # whether the query, key and value projections have a bias
     query_key_norm: bool = False  # whether each head's queries and keys are normed before rotation
     head_dim: int | None = None  # default of `config.json`; None: hidden_size / num_attention_heads
+    max_position_embeddings: int = 32_768  # default of `config.json`
     # Whether `num_key_value_heads` is required. Otherwise its default is num_attention_heads.
     needs_kv_heads: bool = True
     # Fields that the class in transformers reads and the decoder does not support. They may be

@@ -3,5 +3,9 @@
 from semrl_jax.models.families import Family
 
 FAMILY = Family(
-    "llama", "LlamaForCausalLM", needs_kv_heads=False, must_be_false=("attention_bias",)
+    "llama",
+    "LlamaForCausalLM",
+    max_position_embeddings=2048,
+    needs_kv_heads=False,
+    must_be_false=("attention_bias",),
 )

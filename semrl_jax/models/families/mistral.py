@@ -2,4 +2,6 @@
 
 from semrl_jax.models.families import Family
 
-FAMILY = Family("mistral", "MistralForCausalLM", sliding_window="all")
+FAMILY = Family(
+    "mistral", "MistralForCausalLM", max_position_embeddings=131_072, sliding_window="all"
+)
