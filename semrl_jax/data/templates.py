@@ -208,6 +208,13 @@ def is_chat(template: str) -> bool:
     return template == CHAT or template.startswith(f"{CHAT}:")
 
 
+def chat_message(template: str, field: str = "data.template") -> Format:
+    """The message of the user for a template that `is_chat`; UserError as `prompt_renderer`."""
+    if template == CHAT:
+        return Format()
+    return _format(template.removeprefix(f"{CHAT}:"), f"{field}: what follows '{CHAT}:'")
+
+
 def chat_template_text(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """The tokenizer's chat template, maybe that for tools; today's date in it is 26 July 2024."""
     text = tokenizer.get_chat_template(tools=list(tools) or None)
@@ -247,9 +254,7 @@ def prompt_renderer(
                 f"{field} takes no data.system_prompt={system_prompt!r:.200}; choose 'chat'."
             )
         return lambda questions: [form.text(question, shots) for question in questions]
-    form = Format()
-    if template != CHAT:
-        form = _format(template.removeprefix(f"{CHAT}:"), f"{field}: what follows '{CHAT}:'")
+    form = chat_message(template, field)
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{field}, but the tokenizer has no chat template; choose from "

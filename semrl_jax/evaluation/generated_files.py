@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from semrl_jax import data
+from semrl_jax.data.templates import Format, chat_message, is_chat
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.support import response_files
 from semrl_jax.support.response_files import KEYS, VERDICT
@@ -98,16 +99,18 @@ def write_states_index(
 
 
 def write_conversations(
-    directory: pathlib.Path, *, only_correct: bool, system_prompt: str
+    directory: pathlib.Path, *, only_correct: bool, system_prompt: str, template: str
 ) -> tuple[int, int]:
     """Writes finished responses as conversations for `launch.sft`, in both of its row formats.
 
-    A truncated response is left out: from it, a model would learn not to finish. Returns how many
-    were written, and how many were left out as truncated.
+    The message of the user is the question, with "chat:TEXT" in TEXT. A truncated response is left
+    out: from it, a model would learn not to finish. Returns how many were written, and how many
+    were left out as truncated.
     """
     num_written = num_truncated = 0
     names = [*KEYS, "question", "prompt", "response", "finish_reason"]
     names += ["correct"] if only_correct else []
+    message = chat_message(template) if is_chat(template) else Format()
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     with replacing(directory / CONVERSATIONS) as out:
         tables = response_files.batches(directory / RESPONSES, names)
@@ -117,7 +120,7 @@ def write_conversations(
             if row["finish_reason"] not in FINISHED or not row["response"].strip():
                 num_truncated += 1
                 continue
-            user, assistant = row["question"], row["response"]
+            user, assistant = message.text(row["question"]), row["response"]
             conversation = {
                 "messages": [
                     *system,

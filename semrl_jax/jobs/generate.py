@@ -239,6 +239,7 @@ class Generation(NamedTuple):
                 path,
                 only_correct=self.contents.conversations == "correct",
                 system_prompt=config.data.system_prompt,
+                template=config.data.template,
             )
             kind = "correct " if self.contents.conversations == "correct" else ""
             reporter.line(

@@ -113,14 +113,16 @@ def test_conversations_have_the_finished_responses(tmp_path, only_correct):
         make_scored(3, score=1.0, response=" ", finish_reason="stop"),
     ]
     response_files.write(tmp_path / files.RESPONSES, table_of(items, is_graded=True))
-    counts = files.write_conversations(tmp_path, only_correct=only_correct, system_prompt="Be é.")
+    counts = files.write_conversations(
+        tmp_path, only_correct=only_correct, system_prompt="Be é.", template="chat:{input} Why?"
+    )
     rows = [json.loads(row) for row in (tmp_path / files.CONVERSATIONS).read_text().splitlines()]
     assert counts == (len(rows), 2)
     assert [row["completion"] for row in rows] == ["right"] + ["wrong"] * (not only_correct)
     assert rows[0] == {
         "messages": [
             {"role": "system", "content": "Be é."},
-            {"role": "user", "content": "1"},
+            {"role": "user", "content": "1 Why?"},
             {"role": "assistant", "content": "right"},
         ],
         "prompt": "Q: 1", "completion": "right", "group_id": 5, "sample_index": 0,
@@ -130,7 +132,7 @@ def test_conversations_have_the_finished_responses(tmp_path, only_correct):
 def test_conversations_can_be_trained_on(tmp_path, tokenizer):
     items = [make_scored(i, response=f"1+{i}") for i in range(2)]
     response_files.write(tmp_path / files.RESPONSES, table_of(items))
-    files.write_conversations(tmp_path, only_correct=False, system_prompt="")
+    files.write_conversations(tmp_path, only_correct=False, system_prompt="", template="plain")
     reader = data.conversation_reader(tokenizer, row_format="prompt_completion")
     loaded = data.load_conversations([tmp_path / files.CONVERSATIONS], tokenizer, reader)
     texts = [tokenizer.decode(c.token_ids[c.loss_mask]) for c in loaded.conversations]

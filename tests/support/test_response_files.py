@@ -101,7 +101,8 @@ def test_an_old_generation_is_read_and_joined_with_a_new_part(tmp_path):
     assert table["group_id"].to_pylist() == [0, 0, 10, 10] * 2
     assert table["benchmark"].to_pylist() == ["set"] * 8 and not OLD_NAMES.keys() & {*table.schema}
     make_old(tmp_path / RESPONSES, GENERATION)
-    assert write_conversations(tmp_path, only_correct=False, system_prompt="") == (8, 0)
+    settings = {"only_correct": False, "system_prompt": "", "template": "plain"}
+    assert write_conversations(tmp_path, **settings) == (8, 0)
     assert '"group_id": 10' in (tmp_path / CONVERSATIONS).read_text()
     names = [f"set {p} sample 1" if s else f"set {p}" for p in (0, 10) for s in (0, 1)]
     assert list(view.read_responses(tmp_path / RESPONSES)) == names
