@@ -149,9 +149,10 @@ def test_a_replica_that_does_not_fit_is_refused(config, teacher, serve, monkeypa
     policy, tokenizer = build_policy(config)
     good = serve(served)
 
-    def opened(replica, served):
-        path, address = served.model.path, replica.address
-        config.model.reference_path, config.model.reference_addresses = path, (address,)
+    def opened(replica, served, *others):
+        addresses = tuple(each.address for each in (replica, *others))
+        config.model.reference_path = served.model.path
+        config.model.reference_addresses = addresses
         (files,) = find_references(config, policy, tokenizer, None).values()
         context = open_reference(
             config, files, config.rollout.max_prompt_tokens, StopRequest(0.0, 0), Reporter()
@@ -163,6 +164,9 @@ def test_a_replica_that_does_not_fit_is_refused(config, teacher, serve, monkeypa
     assert opened(good, served).run_id == "t"
     line = refused("serves other weights, such as in lm_head", opened, good, other)
     assert line.startswith("model.reference_addresses, for ") and "\n" not in line
+    half = teacher()
+    half.model.compute_dtype = "bfloat16"
+    refused("such as in another dtype; start all .* alike", opened, good, served, serve(half))
     wide = teacher(name="wide", hidden_size=64)
     refused("has model_hash=.*start the replica from the same model", opened, good, wide)
     served.rollout.max_prompt_tokens = 20

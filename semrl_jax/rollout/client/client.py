@@ -410,18 +410,27 @@ class RolloutClient(contextlib.AbstractContextManager):
         raise RuntimeError("the rollout client is closed.")
 
     def tensor_sums(self) -> list[TensorSum]:
-        """Sums of the weights that the first replica holds.
+        """Sums of the weights that the replicas hold which serve some.
 
-        UserError, a line that says why: its engine cannot say, or it does not answer.
+        UserError, a line that says why: an engine cannot say, one does not answer, or two differ.
         """
-        replica = self._replicas[0]
-        try:
-            return replica.tensor_sums(self._waits.stall_timeout_s)
-        except grpc.RpcError as error:
-            reason = describe_error(error)
-        except ValueError as error:
-            reason = str(error)
-        raise UserError(f"{replica.name} gives no checksums of its weights: {reason}")
+        found: list[TensorSum] = []
+        held = None
+        for replica in [r for r in self._replicas if r.version] or self._replicas[:1]:
+            try:
+                found = replica.tensor_sums(self._waits.stall_timeout_s)
+            except (grpc.RpcError, ValueError) as error:
+                reason = describe_error(error) if isinstance(error, grpc.RpcError) else error
+                raise UserError(
+                    f"{replica.name} gives no checksums of its weights: {reason}"
+                ) from error
+            holds = {(each.name, each.dtype) for each in found}
+            if holds != (held := held or holds):
+                raise UserError(
+                    f"{replica.name} holds its weights otherwise than another replica, such as in "
+                    "another dtype; start all replicas of a model alike."
+                )
+        return found
 
     def release(self, weights: bool = False) -> None:
         """Frees what a replica of this process keeps. Others keep it until new weights come.
