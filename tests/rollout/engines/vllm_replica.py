@@ -39,11 +39,12 @@ class ReplicaProcess:
         self.process = subprocess.Popen(
             [
                 str(PYTHON), "-m", launcher, "--engine=vllm", "--port=0",
+                "--until_stdin_closes",  # as when pytest is killed
                 "--config=configs/quickstart.py", f"--config.model.path={model_path}",
                 "--config.rollout.vllm_enforce_eager=True", *flags,
             ],
-            cwd=ROOT, env=environment(**(variables or {})), text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            cwd=ROOT, env=environment(**(variables or {})), text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.pid = self.process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)
