@@ -24,7 +24,7 @@ from semrl_jax.models.hf_config import config_from_hf
 from semrl_jax.models.hf_weights import HfTensor, hf_tensors
 from semrl_jax.support.errors import UserError
 
-VERSION = 2  # of the conversion; part of the names of converted directories
+VERSION = 3  # of the conversion; part of the names of converted directories
 FAMILIES = {  # architecture of the file: `model_type` of Hugging Face
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
@@ -64,6 +64,9 @@ _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryErr
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ENDS = ("eot", "eom")  # of a turn and of a message, where llama.cpp stops too
+_END_TEXTS = (  # the same, which llama.cpp finds also where a file does not name them
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+)  # fmt: skip
 # How texts are split before byte-level merges, by `tokenizer.ggml.pre`. None: as GPT-2.
 _DIGITS = "digits"
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
@@ -166,7 +169,10 @@ class Gguf:
         found["rope_scaling"] = self._rope_scaling(found)
         for ours, theirs in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
             found[f"{ours}_token_id"] = self.get(f"tokenizer.ggml.{theirs}_token_id")
-        ends = (self.get(f"tokenizer.ggml.{name}_token_id", -1) for name in _ENDS)
+        ends = [self.get(f"tokenizer.ggml.{name}_token_id", -1) for name in _ENDS]
+        tokens = self.get("tokenizer.ggml.tokens")
+        if _is_list(tokens, str):
+            ends += [index for index, token in enumerate(tokens) if token in _END_TEXTS]
         if further := [e for e in ends if type(e) is int and 0 <= e < found["vocab_size"]]:
             own = [] if found["eos_token_id"] is None else [found["eos_token_id"]]
             found["eos_token_id"] = list(dict.fromkeys(own + further))

@@ -241,6 +241,14 @@ def test_tokens_that_end_a_turn_or_a_message_end_a_response(qwen, tmp_path):
     assert models.eos_token_ids(tmp_path / "made") == (1, 5)
 
 
+def test_a_token_is_an_end_by_its_text(qwen, tmp_path):
+    """llama.cpp finds an end of turn so where a file names only the end of a text."""
+    tokens = byte_level_tokens()["tokenizer.ggml.tokens"]
+    tokens[7] = "<end_of_turn>"
+    file = write(tmp_path / "x.gguf", qwen, "qwen2", **{"tokenizer.ggml.tokens": tokens})
+    assert gguf.Gguf(file).hf_config()["eos_token_id"] == [1, 7]
+
+
 def test_a_damaged_file_is_one_line_or_another_model(qwen, tmp_path):
     """Truncated at 20 places, and 60 bytes flipped in the header."""
     content = write(tmp_path / "x.gguf", qwen, "qwen2").read_bytes()
