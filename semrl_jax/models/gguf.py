@@ -64,9 +64,8 @@ _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryErr
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ENDS = ("eot", "eom")  # of a turn and of a message, where llama.cpp stops too
-_END_TEXTS = (  # the same, which llama.cpp finds also where a file does not name them
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-)  # fmt: skip
+# The same, which llama.cpp finds also where a file does not name them.
+_END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
 # How texts are split before byte-level merges, by `tokenizer.ggml.pre`. None: as GPT-2.
 _DIGITS = "digits"
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
