@@ -32,7 +32,7 @@ class StopRequest:
         self._main_thread = 0  # 0 unless the handlers are installed
         self._forward = forward
         self._depth = 0  # of interruptible blocks, nested or of several threads
-        self._deferring: set[object] = set()  # one per deferred block, of any thread
+        self._deferring: set[int] = set()  # threads inside a deferred block
         self._late = "no checkpoint", "the run goes on from the one before"
         self._watchdog = threading.Timer(grace_s, self._give_up, (grace_s, exit_code))
         self._watchdog.daemon = True
@@ -64,12 +64,15 @@ class StopRequest:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Part of an interruptible block that must finish; Preempted is raised only after it."""
-        block = object()
-        self._deferring.add(block)
+        thread = threading.get_ident()
+        if thread in self._deferring:  # the outer block must finish too
+            yield
+            return
+        self._deferring.add(thread)
         try:
             yield
         finally:
-            self._deferring.discard(block)
+            self._deferring.discard(thread)
         if self._depth:
             self.check()
 

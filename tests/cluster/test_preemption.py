@@ -145,8 +145,8 @@ def test_a_signal_waits_for_the_end_of_every_deferred_block(stop):
     with pytest.raises(Preempted), stop.interruptible():
         with stop.deferred():
             with stop.deferred():
+                terminate()
                 reached.append("inner")
-            terminate()
             reached.append("outer")
         reached.append("after")
     assert reached == ["inner", "outer"]
