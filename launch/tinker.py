@@ -6,7 +6,8 @@
 Clients set the same key and TINKER_BASE_URL=http://127.0.0.1:8000. All that they make is below the
 directory: weights in PEFT's format, and the requests, so that a server that was killed can be
 started again and goes on. An address other than loopback needs TLS (docs/security.md).
-Exit codes: 0 ended by a signal, 2 wrong setting (one line names it).
+Exit codes: 0 ended by a signal, 1 a result could not be kept, such as on a full disk, 2 wrong
+setting (one line names it).
 """
 
 import functools

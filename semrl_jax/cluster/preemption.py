@@ -31,7 +31,8 @@ class StopRequest:
         self._num_interrupts = 0  # SIGINT
         self._main_thread = 0  # 0 unless the handlers are installed
         self._forward = forward
-        self._depth = 0  # of nested interruptible blocks
+        self._depth = 0  # of interruptible blocks, nested or of several threads
+        self._deferring: set[int] = set()  # threads inside a deferred block
         self._late = "no checkpoint", "the run goes on from the one before"
         self._watchdog = threading.Timer(grace_s, self._give_up, (grace_s, exit_code))
         self._watchdog.daemon = True
@@ -63,12 +64,16 @@ class StopRequest:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Part of an interruptible block that must finish; Preempted is raised only after it."""
-        depth, self._depth = self._depth, 0
+        thread = threading.get_ident()
+        if thread in self._deferring:  # the outer block must finish too
+            yield
+            return
+        self._deferring.add(thread)
         try:
             yield
         finally:
-            self._depth = depth
-        if depth:
+            self._deferring.discard(thread)
+        if self._depth:
             self.check()
 
     def elsewhere(self) -> StopElsewhere:
@@ -128,7 +133,7 @@ class StopRequest:
             return
         self._signal_name = signal.Signals(number).name
         threading.Thread(target=self._forward, daemon=True).start()
-        if self._depth:
+        if self._depth and not self._deferring:
             raise Preempted(self._signal_name)
 
     def _give_up(self, grace_s: float, exit_code: int) -> None:

@@ -221,6 +221,8 @@ class Sweep:
                 preexec_fn=die if sys.platform == "linux" else None,
             )
         self._running[slot] = run, process, time.monotonic()
+        if self._signal:  # it arrived while the process was being started
+            self._send(signal.SIGTERM)
 
     def _ended(self, bar: Bar) -> Iterator[tuple[Planned, int]]:
         """The runs that have ended, with their exit codes."""

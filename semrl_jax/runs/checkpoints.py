@@ -320,16 +320,23 @@ class Checkpoints:
 
         An invalid checkpoint does not count. It is removed once a newer one is valid. Checkpoints
         older than the restored one were not verified and count as valid. This is safe, because
-        `keep` newer ones are valid before they are removed.
+        `keep` newer ones are valid before they are removed. If one cannot be removed, such as on
+        NFS while another process reads it, the new one stays, and the next call tries again.
         """
+        try:
+            self._remove_old()
+        except OSError as error:
+            self._warn(f"old checkpoints are not removed ({error}); the next save tries again.")
+
+    def _remove_old(self) -> None:
         steps = [step for step in checkpoint_steps(self._directory) if step not in self._unsound]
         kept = self._kept(steps)
         if self._copies is not None:
             kept |= self._copies.in_use
         overtaken = (step for step in self._unsound if step < max(self._sound))
         for step in (set(steps) - kept).union(overtaken):
-            self._remove(step)
             self._sound.discard(step)
+            self._remove(step)
         self._unsound = {step for step in self._unsound if step > max(self._sound)}
 
     def _kept(self, steps: list[int]) -> set[int]:

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import ml_collections
@@ -37,32 +37,43 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in a directory, which are replaced: a file of events cannot be truncated."""
+    """Event files in a directory, which are replaced: a file of events cannot be truncated.
+
+    Rows are written in the calling thread. The thread of tensorboardX's SummaryWriter ends with its
+    first error, such as a full disk, and the next rows would then wait for it for ever.
+    """
 
     repeats = True
 
     def __init__(self, directory: pathlib.Path, settings: Settings):
         with _hidden("torch"):  # tensorboardX imports it for nothing, which takes 3 seconds
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
 
         shutil.rmtree(directory, ignore_errors=True)
-        self._writer = SummaryWriter(str(directory))
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"))
         self._settings = settings
 
     def write(self, step: int, scalars: Scalars) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboardX.summary import scalar
+
+        self._add(step, [scalar(name, value) for name, value in scalars.items()])
 
     def close(self, final: Scalars) -> None:
         from tensorboardX.summary import hparams
 
         if self._settings:
-            # The writer's own add_hparams would make a second directory, which looks like a run.
             plain = {name: _plain(value) for name, value in self._settings.items()}
-            for summary in hparams(plain, dict.fromkeys(final)):
-                self._writer.file_writer.add_summary(summary)
+            self._add(0, hparams(plain, dict.fromkeys(final)))
             self.write(0, final)
         self._writer.close()
+
+    def _add(self, step: int, summaries: Sequence[Any]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        for summary in summaries:
+            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
 
 
 @contextlib.contextmanager
@@ -220,7 +231,7 @@ class Kept:
             return
         try:
             call(self._tracker)
-        except Exception as error:  # of the network, or a service that was killed
+        except Exception as error:  # of the network, the disk, or a service that was killed
             name = type(self._tracker).__name__
             self._tracker = None
             self._warn(f"{name} gets no more rows: {type(error).__name__}: {error}")
@@ -252,7 +263,7 @@ def open_trackers(
 ) -> list[Tracker]:
     """TensorBoard, and those of `config.logging`; raises UserError if one refuses the run."""
     settings = flatten(jsonable(config.to_dict()))
-    trackers: list[Tracker] = [TensorBoard(workdir / "tensorboard", settings)]
+    trackers: list[Tracker] = [Kept(TensorBoard(workdir / "tensorboard", settings), warn)]
     for name, kind in OPTIONAL.items():
         if project := config.logging[name]:
             trackers.append(Kept(kind(project, workdir, run_id, settings), warn))

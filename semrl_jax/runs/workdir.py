@@ -270,12 +270,14 @@ def new_record(settings: Any) -> dict[str, Any]:
 
 
 def _lock(path: str, file: IO[str]) -> None:
-    try:
+    with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(
-            f"workdir={path} belongs to a run that still runs; stop it or name another directory."
-        ) from None
+        # A start that failed may just have removed the file, and the next start would lock another.
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+            return
+    raise UserError(
+        f"workdir={path} belongs to a run that still runs; stop it or name another directory."
+    )
 
 
 def _compare_inputs(

@@ -42,7 +42,8 @@ _running: dict[int, list[_Stage]] = {}  # by thread; the tracing of a program ma
 
 def current() -> str:
     """What this process compiles now, as "decode_chunk" or "decode_chunk for 12 s"; "": nothing."""
-    outermost = [stages[0] for stages in list(_running.values())]
+    # Another thread may be between two of its changes, so that a list is empty.
+    outermost = [stage for stages in list(_running.values()) for stage in stages[:1]]
     if not outermost:
         return ""
     stage = min(outermost, key=lambda stage: stage.since)
@@ -143,10 +144,11 @@ def watching(say: Callable[[str], None]) -> Iterator[None]:
 
     def ends(event: str, seconds: float | int, **_: object) -> None:
         thread = threading.get_ident()
-        if event in STAGES and thread in _running:  # not if the stage began before the block
-            _running[thread].pop()
-            if not _running[thread]:
-                del _running[thread]
+        # Nothing if the stage began before the block, or the block has ended in another thread.
+        if event in STAGES and (stages := _running.get(thread)):
+            stages.pop()
+            if not stages:
+                _running.pop(thread, None)
         if event != COMPILES or seconds < TOLD_FROM_S:
             return
         _return_memory()

@@ -83,7 +83,10 @@ def serve(
     tls_key: str,
     announce: Callable[[str], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT; raises UserError."""
+    """Serves until SIGTERM or SIGINT; raises UserError.
+
+    RuntimeError: the thread that works has failed; clients would wait for ever.
+    """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -97,15 +100,21 @@ def serve(
         api = Api(futures, work, tokenizer_id)
         tls = {"certificate": tls_certificate, "key": tls_key}
         server = HttpServer(make_app(api, key), host, port, **tls)
+        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+        work.on_failure = lambda: loop.call_soon_threadsafe(stopped.set)
         work.start()
-        stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+            loop.add_signal_handler(number, stopped.set)
         url = url_of(host, server.port, bool(tls_certificate))
         announce(f"serves {work.limits.name} to Tinker's SDK at {url}")
         await stopped.wait()
         api.close()
         await server.close(GRACE_S)
+        if work.failure is not None:
+            raise RuntimeError(
+                f"a result cannot be kept in {workdir}: {work.failure}; make room there, and start "
+                "the server again, which does what is not done."
+            ) from work.failure
 
     futures = Futures(workdir / "futures.sqlite3")
     with open_work(config, workdir, name, futures) as work:

@@ -38,6 +38,8 @@ class Work:
 
     Attributes:
       on_end: called with the id of a request that has ended, in the thread.
+      on_failure: called in the thread if it cannot go on.
+      failure: why it cannot, or None.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Work:
         self._futures, self._trainer, self._samples = futures, trainer, samples
         self.directory, self.limits = directory, samples.limits
         self.on_end: Callable[[str], None] = lambda request_id: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.failure: Exception | None = None
         self._models: dict[str, Trained] = {}
         self._saved: dict[str, float] = {}  # time of a model's last snapshot
         self._queue: collections.deque[Request] = collections.deque(futures.pending())
@@ -81,13 +85,17 @@ class Work:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while jobs := self._take():
-            ends = self._ends(jobs)
-            if self._is_closed:  # the next server does them again
-                return
-            for job, end in zip(jobs, ends, strict=True):
-                self._futures.end(job, end)
-                self.on_end(job.id)
+        try:
+            while jobs := self._take():
+                ends = self._ends(jobs)
+                if self._is_closed:  # the next server does them again
+                    return
+                for job, end in zip(jobs, ends, strict=True):
+                    self._futures.end(job, end)
+                    self.on_end(job.id)
+        except Exception as error:  # of the file of requests, such as a full disk
+            self.failure = error
+            self.on_failure()
 
     def _ends(self, jobs: Sequence[Request]) -> list[Ended]:
         """Does requests of one key; if that fails, each by itself."""

@@ -113,6 +113,45 @@ def test_signal_outside_an_interruptible_block_is_deferred(stop):
         raise AssertionError("the block must not begin")
 
 
+def test_blocks_of_other_threads_leave_the_main_thread_interruptible(stop):
+    """Two threads of `launch.evaluate` sample, and write what they have sampled."""
+    writes, sampled = threading.Event(), threading.Event()
+
+    def write():
+        with stop.deferred():
+            writes.set()
+            sampled.wait()
+
+    def sample():
+        writes.wait()
+        with stop.interruptible():
+            sampled.set()
+            threads[0].join()
+
+    was_seen = True
+    with pytest.raises(Preempted), stop.interruptible():
+        threads = [threading.Thread(target=write), threading.Thread(target=sample)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        terminate()
+        was_seen = False
+    assert was_seen
+
+
+def test_a_signal_waits_for_the_end_of_every_deferred_block(stop):
+    reached = []
+    with pytest.raises(Preempted), stop.interruptible():
+        with stop.deferred():
+            with stop.deferred():
+                terminate()
+                reached.append("inner")
+            reached.append("outer")
+        reached.append("after")
+    assert reached == ["inner", "outer"]
+
+
 def test_error_caused_by_a_signal_becomes_preempted(stop):
     """`Condition.wait` fails like this if the signal arrives before it has its lock again."""
     lock = threading.Lock()

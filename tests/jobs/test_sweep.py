@@ -2,7 +2,11 @@
 
 import io
 import math
+import os
+import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from launch import cli
 from semrl_jax.jobs.sweep import Planned, Sweep, Variant, plan, variants_of
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.over_seeds import Estimate, compared, compared_key
+from semrl_jax.runs.lifecycle import EXIT_PREEMPTED
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
@@ -128,6 +133,35 @@ def test_a_wrong_setting_of_one_run_lets_the_others_save(tmp_path):
     with pytest.raises(UserError, match=r"config, seed 1: error: a.b=1 is wrong"):
         sweep.run(runs)
     assert runs[0].workdir.with_suffix(".saved").exists()
+
+
+# Waits to be asked to end; without that, it ends as if it had failed.
+WAITS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", flush=True)
+time.sleep(20)
+sys.exit(1)
+"""
+
+
+def test_a_signal_while_a_run_is_being_started_reaches_it(tmp_path, monkeypatch):
+    sweep = Sweep([], [[]], Reporter(quiet=True))
+    sweep._command = [sys.executable, "-c", WAITS]
+    (run,) = plan([Variant(())], [0], tmp_path, 1)
+    popen, processes = subprocess.Popen, []
+
+    def started(*arguments, **options):
+        process = popen(*arguments, **options)
+        while "ready" not in run.log.read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)  # before the sweep knows the process
+        processes.append(process)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    assert sweep.run([run]) == EXIT_PREEMPTED
+    assert processes[0].returncode == EXIT_PREEMPTED
 
 
 def test_intervals_are_those_of_scipy():

@@ -189,6 +189,27 @@ def test_no_checkpoint_is_removed_before_the_new_one_is_sealed(saved, state, mon
     assert seen == [["1", "2", "3"]] and names(saved) == ["3"]
 
 
+def test_a_checkpoint_is_kept_if_an_old_one_cannot_be_removed(saved, state, monkeypatch):
+    """On NFS, a directory is not empty while another process reads a file that was in it."""
+    lines, rmtree = [], shutil.rmtree
+
+    def is_read(path):
+        if path.name.endswith(module.REMOVED):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", is_read)
+    checkpoints = Checkpoints(saved, keep=1, warn=lines.append)
+    checkpoints.restore(state)
+    checkpoints.save(at_step(state, 3))
+    assert checkpoints.failure() == "" and checkpoint_problem(saved / "3") == ""
+    assert len(lines) == 1 and "old checkpoints are not removed ([Errno" in lines[0]
+    monkeypatch.undo()
+    checkpoints.save(at_step(state, 4))
+    checkpoints.close()
+    assert names(saved) == ["4"]
+
+
 def payload_files(directory: pathlib.Path, step: int) -> list[str]:
     return sorted(file_checksums(directory / str(step)))
 

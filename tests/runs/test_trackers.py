@@ -1,16 +1,18 @@
 """Trackers get every row once, the settings, and the final figures."""
 
 import importlib.util
+import io
 import json
 import os
 import sqlite3
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from semrl_jax.runs.records import MetricWriter
-from semrl_jax.runs.trackers import Kept, check_trackers
+from semrl_jax.runs.trackers import Kept, check_trackers, open_trackers
 from tests.cases import refused
 from tests.launch.conftest import ROOT
 
@@ -70,6 +72,21 @@ def test_a_failing_tracker_is_reported_once(tmp_path):
     write(tmp_path, range(3), 0, [Kept(Failing(repeats=False), warnings.append)])
     assert warnings == ["Failing gets no more rows: ConnectionError: gone"]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_full_disk_ends_tensorboard_alone(tmp_path, config, monkeypatch):
+    full = io.BufferedWriter(io.FileIO("/dev/full", "w"))
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: full)
+    warnings, ended = [], threading.Event()
+
+    def train():
+        write(tmp_path, range(20), 0, open_trackers(config, tmp_path, "0", warnings.append), **ROW)
+        ended.set()
+
+    threading.Thread(target=train, daemon=True).start()
+    assert ended.wait(30), "the run waits for ever"
+    assert len(warnings) == 1 and "TensorBoard gets no more rows: OSError" in warnings[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20
 
 
 def test_a_missing_package_is_named(config, monkeypatch, tmp_path):

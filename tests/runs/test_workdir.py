@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from configs import recorded
+from semrl_jax.runs import workdir as module
 from semrl_jax.runs.workdir import open_workdir, versions
 from semrl_jax.settings.moved import REMOVED
 from semrl_jax.support.errors import UserError
@@ -23,6 +24,21 @@ def test_the_same_command_works_after_a_replica_did_not_start(config, tmp_path):
     again = open_workdir(str(tmp_path / "run"), config)
     again.close()
     assert not again.resumed and (again.path / "config.json").exists()
+
+
+def test_a_lock_that_a_failed_start_removes_is_none(config, tmp_path, monkeypatch):
+    """Else a third start would lock a new file, and two runs would write one directory."""
+    failed, lock = open_workdir(str(tmp_path), config), module._lock
+
+    def late(path, file):
+        failed.discard()
+        failed.close()
+        lock(path, file)
+
+    monkeypatch.setattr(module, "_lock", late)
+    refused("belongs to a run that still runs", open_workdir, str(tmp_path), config)
+    monkeypatch.undo()
+    open_workdir(str(tmp_path), config).close()
 
 
 def everything_in(directory):

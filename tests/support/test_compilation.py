@@ -126,6 +126,26 @@ def test_the_program_that_compiles_has_a_name(monkeypatch):
     assert not lines  # watching has ended
 
 
+def test_another_thread_may_ask_at_any_moment(monkeypatch):
+    """Such as the one that redraws the bar, between two changes of a thread that compiles."""
+    seen = []
+
+    class Switching(dict):
+        def setdefault(self, *arguments):
+            found = super().setdefault(*arguments)
+            seen.append(compilation.current())
+            return found
+
+        def pop(self, *arguments):
+            seen.append(compilation.current())
+            return super().pop(*arguments)
+
+    monkeypatch.setattr(compilation, "_running", Switching())
+    with compilation.watching(lambda line: None):
+        jax.jit(lambda x: x - 29)(jnp.ones(7)).block_until_ready()
+    assert seen[0] == seen[-1] == ""
+
+
 def test_memory_that_was_freed_goes_back_after_a_compilation(monkeypatch):
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):

@@ -4,7 +4,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
+import signal
+import sqlite3
 import threading
 import types
 
@@ -13,7 +16,7 @@ import pydantic
 import pytest
 
 from semrl_jax.support.safe_files import replacing_directory
-from semrl_jax.tinker import weights
+from semrl_jax.tinker import serving, weights
 from semrl_jax.tinker.futures import Futures, Request
 from semrl_jax.tinker.requests import SaveForSampler, SaveWeights
 from semrl_jax.tinker.work import Work
@@ -89,6 +92,32 @@ def test_a_model_that_cannot_be_made_again_is_not_used(tmp_path):
         assert trained(work, 5).error == "RuntimeError: no memory"
         trainer.fails = False
         assert json.loads(trained(work, 7).result) == {"metrics": {"value": 3.0}}
+
+
+def test_a_server_whose_thread_has_failed_ends(tmp_path, monkeypatch):
+    """Its clients would ask again for ever; a supervisor starts it again."""
+
+    @contextlib.contextmanager
+    def open_work(config, workdir, name, futures):
+        futures.add(Request("m:1", "optim_step", b"{}", "m", 1))
+        limits = types.SimpleNamespace(name=name)
+        work = Work(futures, Trainer(), types.SimpleNamespace(limits=limits), workdir)
+        yield work
+        work.close()
+
+    def full(self, request, ended):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(serving, "open_work", open_work)
+    monkeypatch.setattr(Futures, "end", full)
+    timer = threading.Timer(20.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    config = types.SimpleNamespace(model=types.SimpleNamespace(path="x"))
+    place = {"host": "127.0.0.1", "port": 0, "tls_certificate": "", "tls_key": ""}
+    options = {"workdir": tmp_path, "name": "x", "key": "tml-x", "announce": print}
+    with pytest.raises(RuntimeError, match=f"kept in {tmp_path}: database or disk is full; make"):
+        serving.serve(config, **options, **place)
+    timer.cancel()
 
 
 @pytest.mark.parametrize("name", ["unnamed-mine", "mine.writing", "mine.replaced"])
