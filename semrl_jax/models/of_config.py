@@ -60,10 +60,10 @@ def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[in
 
 
 def starting_params(
-    directory: pathlib.Path, policy: models.Policy, mesh: Mesh, dtype: str = "float32"
+    directory: pathlib.Path, policy: models.Policy, mesh: Mesh | None, dtype: str = "float32"
 ) -> models.Params:
-    """The parameters of a model directory on the mesh; UserError if they do not fit."""
-    shardings = models.parameter_shardings(policy.shapes(), mesh)
+    """The parameters of a model directory on the mesh, or in NumPy; UserError: they do not fit."""
+    shardings = None if mesh is None else models.parameter_shardings(policy.shapes(), mesh)
     return models.load_params(directory, policy.config, shardings, dtype=dtype)
 
 
