@@ -28,7 +28,7 @@ from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import TokenRows
 from semrl_jax.training.policy_update import PolicyLoss, SlotValues
 from semrl_jax.training.trainee import Frozen, update_rows
-from semrl_jax.training.update_memory import update_bytes
+from semrl_jax.training.update_memory import update_parts
 
 ALGORITHM = Algorithm(grpo, grpo.Options(kl_coefficient=0.1))
 COLUMNS = 256  # of a row; half of them are slots of response tokens
@@ -77,10 +77,10 @@ def measured(config: models.DecoderConfig, rank: int, dtype: str) -> dict[str, f
         .memory_analysis()
     )  # fmt: skip
     num_trained = sum(leaf.size for leaf in jax.tree.leaves(trained))
-    expected = update_bytes(
-        config, "full", num_trained, num_rows=1, num_columns=COLUMNS, num_slots=COLUMNS // 2,
-        platform="cpu",
-    )  # fmt: skip
+    parts = update_parts(
+        config, "full", num_rows=1, num_columns=COLUMNS, num_slots=COLUMNS // 2, platform="cpu"
+    )
+    expected = 20 * num_trained + sum(parts.values())
     expected += num_parameters(config) * np.dtype(jax.numpy.dtype(dtype)).itemsize
     mib = {
         "trained": 4 * num_trained,

@@ -53,7 +53,7 @@ from semrl_jax.training.policy_update import PolicyLoss, SlotValues
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.train_state import Trained, abstract_trained
 from semrl_jax.training.trainee import MiniBatch, Trainee, update_rows
-from semrl_jax.training.update_memory import update_bytes
+from semrl_jax.training.update_memory import update_parts
 from semrl_jax.types import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 224
@@ -95,15 +95,15 @@ def skewed_batch(num_responses: int, vocab_size: int, seed: int = 0) -> RolloutB
 def predicted_bytes(policy: models.Policy, num_params: int, layout: Layout) -> float:
     """The bytes that the formula at the top predicts."""
     _, num_rows, num_columns = layout.rows.token_ids.shape
-    return update_bytes(
+    parts = update_parts(
         policy.config,
         policy.remat,
-        num_params,
         num_rows=num_rows,
         num_columns=num_columns,
         num_slots=num_rows * layout.rows.sources.shape[2],
         platform="cpu",
     )
+    return 20 * num_params + sum(parts.values())
 
 
 def measured_bytes(

@@ -34,7 +34,7 @@ from semrl_jax.training.packing import RowPlan, TokenRows
 from semrl_jax.training.policy_update import PolicyLoss, SlotValues
 from semrl_jax.training.train_state import abstract_trained
 from semrl_jax.training.trainee import update_rows
-from semrl_jax.training.update_memory import PerParameter, update_bytes
+from semrl_jax.training.update_memory import PerParameter, update_parts
 
 MODEL = models.DecoderConfig(
     vocab_size=8192, hidden_size=640, intermediate_size=1792, num_layers=12, num_heads=10,
@@ -77,12 +77,11 @@ def measure(name: str, param_dtype: str) -> list[float]:
         memory, layout, num_params = measured_bytes(policy, optimizer, plan, batch)
         peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         _, rows, columns = layout.rows.token_ids.shape
-        estimate = update_bytes(
-            MODEL, "dots", num_params, num_rows=rows, num_columns=columns,
-            num_slots=rows * layout.rows.sources.shape[2], per_parameter=per.in_update,
-            platform="cpu",
+        parts = update_parts(
+            MODEL, "dots", num_rows=rows, num_columns=columns,
+            num_slots=rows * layout.rows.sources.shape[2], platform="cpu",
         )  # fmt: skip
-        found += [peak / num_params, estimate / num_params]
+        found += [peak / num_params, per.in_update + sum(parts.values()) / num_params]
     return found
 
 

@@ -32,7 +32,7 @@ from launch.fields import (
 from semrl_jax import data
 from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.support import compilation
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 
 POLICY = flags.DEFINE_string("policy", None, "run, checkpoint, Hugging Face directory or hub id")
 OUTPUT = flags.DEFINE_string("output", None, "directory of the results, made if missing")
@@ -114,10 +114,8 @@ def prepare(config: ml_collections.ConfigDict) -> None:
         raise UserError("--prompts is needed: a .jsonl or .parquet file; see --help.")
     check_sections(config)
     for file in config.data.files:
-        try:
+        with prefixed("--prompts"):
             data.check_file(file)
-        except UserError as error:
-            raise UserError(f"--prompts: {error}") from None
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from launch import cli
 from semrl_jax import data
 from semrl_jax.evaluation.benchmark_spec import BenchmarkReader
 from semrl_jax.evaluation.catalogue import GROUPS, find, members, names
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.support.safe_files import replacing
 
 
@@ -106,10 +106,8 @@ def main() -> int:
 def prepare_benchmarks(name: str, output: pathlib.Path) -> int:
     """Writes benchmarks, whose names or groups are separated by commas. Returns the exit code."""
     known = f"{', '.join(DATASETS)}, or a benchmark"
-    try:
+    with prefixed(f"--dataset={name!r} must be one of {known}"):
         wanted = [one for part in name.split(",") for one in members("benchmark", part.strip())]
-    except UserError as error:
-        raise UserError(f"--dataset={name!r} must be one of {known}: {error}") from None
     wanted = list(dict.fromkeys(wanted))
     if SPLIT.present and SPLIT.value != "test":
         raise UserError(f"--split={SPLIT.value}: a benchmark has only the split test.")

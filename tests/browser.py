@@ -1,6 +1,5 @@
 """A headless Chromium for tests of pages, controlled over the pipe of its debugging protocol."""
 
-import base64
 import contextlib
 import json
 import os
@@ -51,12 +50,6 @@ class Page:
         """Sets the size of the window in pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
-
-    def screenshot(self, file, width=1300, height=900, dark=False):
-        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[feature])
-        self.resize(width, height)
-        file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from semrl_jax.algorithms.groups import (
 )
 from semrl_jax.algorithms.importance import check_importance, importance_weights
 from semrl_jax.algorithms.kl import kl_estimate, penalised_rewards, update_kl_coefficient
-from semrl_jax.algorithms.losses import policy_loss, token_entropy, token_weights, weighted_sum
+from semrl_jax.algorithms.losses import policy_loss, token_weights, weighted_sum
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds, sum_over_sequences
 from semrl_jax.algorithms.values import explained_variance, value_loss
 from semrl_jax.support.choices import AGGREGATIONS, IMPORTANCE_LEVELS, KL_ESTIMATORS
@@ -29,7 +29,6 @@ __all__ = [
     "penalised_rewards",
     "policy_loss",
     "sum_over_sequences",
-    "token_entropy",
     "token_weights",
     "update_kl_coefficient",
     "value_loss",

@@ -80,15 +80,6 @@ def weighted_sum(x: Float[Array, "B T"], weights: Float[Array, "B T"]) -> Float[
     return jnp.sum(jnp.where(weights > 0, x, 0.0) * weights)
 
 
-def token_entropy(logits: Float[Array, "*axes V"]) -> Float[Array, "*axes"]:
-    """Entropy of softmax(logits) in nats, float32; logits of -inf have probability 0."""
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    # p log p tends to 0; the where keeps 0 * inf out of value and gradient.
-    possible = jnp.isfinite(logprobs)
-    logprobs = jnp.where(possible, logprobs, 0.0)
-    return -jnp.sum(jnp.where(possible, jnp.exp(logprobs) * logprobs, 0.0), axis=-1)
-
-
 def policy_loss(
     logprobs: Float[Array, "B T"],
     entropy: Float[Array, "B T"],
@@ -114,7 +105,7 @@ def policy_loss(
 
     Args:
       logprobs: nats of the response tokens under the policy now, with gradient.
-      entropy: nats of the whole distribution at each token, with gradient (`token_entropy`).
+      entropy: nats of the whole distribution at each token, with gradient.
       old_logprobs: nats at the start of the update; may be None if the surrogate has no ratio.
       ref_logprobs: under the reference; may be None if kl_coefficient is 0: no KL is computed.
       kl: from the reference in nats, with gradient, in place of an estimate; None: `kl_estimator`.

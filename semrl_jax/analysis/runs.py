@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax import models
-from semrl_jax.runs.adapters import restore_policy
-from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
+from semrl_jax.runs.checkpoint_files import checkpoint_steps
+from semrl_jax.runs.policies import PolicySource
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import IDS
@@ -36,9 +36,8 @@ class RunSteps(NamedTuple):
     def params(self, step: int) -> models.Params:
         """The weights of a step: those of its checkpoint, else those the run began with."""
         checkpoint = self.workdir / "checkpoints" / str(step)
-        if step == 0 and not checkpoint.is_dir():
-            return load_weights(None, self.start, self.policy)
-        return load_weights(checkpoint, self.start, self.policy)
+        found = None if step == 0 and not checkpoint.is_dir() else checkpoint
+        return PolicySource("", self.start, found).params(self.policy)
 
 
 def find_steps(workdir: str | os.PathLike[str]) -> RunSteps:
@@ -125,14 +124,3 @@ def read_responses(file: pathlib.Path, needed: Sequence[str] = ()) -> list[dict[
                 f"{file}: a response of {num_tokens} tokens has a mask of {len(mask)}: damaged."
             )
     return rows
-
-
-def load_weights(
-    checkpoint: pathlib.Path | None, start: pathlib.Path, policy: models.Policy
-) -> models.Params:
-    """The weights of a checkpoint, or without one those in `start`; UserError if it is damaged."""
-    if checkpoint is None:
-        return models.load_params(start, policy.config)
-    if problem := checkpoint_problem(checkpoint):
-        raise UserError(f"checkpoint {checkpoint} cannot be used: {problem}.")
-    return restore_policy(checkpoint, policy, start)

@@ -21,16 +21,11 @@ from safetensors import safe_open
 
 from semrl_jax import models
 from semrl_jax.analysis.measures import StudiedResponse
-from semrl_jax.analysis.runs import (
-    RunSteps,
-    find_steps,
-    load_weights,
-    read_responses,
-    response_states,
-)
+from semrl_jax.analysis.runs import RunSteps, find_steps, read_responses, response_states
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.metrics.names import FINAL_LAYER
+from semrl_jax.runs.policies import find_policies
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import IDS, KEYS
 from semrl_jax.support.rounding import next_power_of_two
@@ -150,11 +145,9 @@ def load_policy(path: str | None) -> tuple[models.Policy, models.Params] | None:
     """The policy of a run, a checkpoint, a directory or a hub id; None for None."""
     if path is None:
         return None
-    from semrl_jax.runs.policies import find_policies  # loads the trainer
-
     source = find_policies(path, None)[0]
     policy = models.Policy(models.load_config(source.model, source.family))
-    return policy, load_weights(source.checkpoint, source.model, policy)
+    return policy, source.params(policy)
 
 
 def with_probabilities(

@@ -59,12 +59,9 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConversationDataset:
-    """Conversations in file order, and how many were left out or truncated."""
+    """Conversations in file order."""
 
     conversations: tuple[Conversation, ...]
-    num_too_long: int = 0
-    num_truncated: int = 0
-    num_bad_rows: int = 0
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -160,9 +157,7 @@ def load_conversations(
             "chat template ends a message with another token, name it in rollout.stop_token_ids "
             "when you sample."
         )
-    return ConversationDataset(
-        tuple(kept), len(long_lengths) - num_truncated, num_truncated, bad_rows.count
-    )
+    return ConversationDataset(tuple(kept))
 
 
 def conversation_of(

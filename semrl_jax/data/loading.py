@@ -55,7 +55,7 @@ def load_prompts(
       max_prompt_tokens: the limit, template and special tokens included.
       max_response_tokens: the limit of given responses, if the reader reads any.
       keep_long: prompts above the limit are kept, for benchmarks, whose size must not change,
-        instead of left out. They are counted either way.
+        instead of left out.
       keep_questions: whether prompts keep their questions, which need memory. Benchmarks and
         prompts with whole rows always keep them.
       skip_bad_rows: leave bad rows out and count them, instead of raising.
@@ -139,7 +139,7 @@ def load_prompts(
             f"{num_long} of {num_read} prompts have more than max_prompt_tokens="
             f"{max_prompt_tokens} tokens and {'count as wrong' if keep_long else 'are left out'}."
         )
-    return PromptDataset(tuple(examples), num_long, num_bad)
+    return PromptDataset(tuple(examples))
 
 
 def _taken(rows: PlacedRows, count: int, seed: int | None) -> PlacedRows:
@@ -206,7 +206,7 @@ def prompts_of_problems(
             f"data.reasoning_gym: none of {len(problems)} prompts has at most "
             f"rollout.max_prompt_tokens={max_prompt_tokens} tokens."
         )
-    return PromptDataset(examples, len(problems) - len(examples))
+    return PromptDataset(examples)
 
 
 def rows_of_files(

@@ -50,11 +50,9 @@ class PromptExample:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptDataset:
-    """Prompts in file order, and how many were left out as too long or as bad rows."""
+    """Prompts in file order."""
 
     examples: tuple[PromptExample, ...]
-    num_too_long: int = 0
-    num_bad_rows: int = 0
     is_shuffled: bool = True  # whether an epoch has an order of its own
     curriculum: Curriculum | None = None  # in place of an order, by what was seen
 
@@ -150,7 +148,7 @@ def build_dataset(
             f"data source {data_source!r}: none of its {len(rows)} prompts has at most "
             f"rollout.max_prompt_tokens={max_prompt_tokens} tokens."
         )
-    return PromptDataset(examples, len(rows) - len(examples))
+    return PromptDataset(examples)
 
 
 def arithmetic_prompts(

@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from semrl_jax.data.stop_strings import before_stop, stop_text
 from semrl_jax.support.end_markers import END_MARKERS, response_text
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.support.safe_files import check_regular, read_json_object
 
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
@@ -175,10 +175,8 @@ def verifier_text(
 
 def check_same_tokens(field: str, path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
     """UserError if a model's directory gives a token another id than the policy's tokenizer."""
-    try:
+    with prefixed(f"{field}={str(path)!r}"):
         theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
-    except UserError as error:
-        raise UserError(f"{field}={str(path)!r}: {error}") from None
     others = ", or set rewards.model.tokenizer='own'" if "reward" in field else ""
     for token in sorted(theirs.keys() | ours.keys(), key=lambda t: (ours.get(t, len(ours)), t)):
         if theirs.get(token) != ours.get(token):

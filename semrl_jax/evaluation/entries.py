@@ -16,7 +16,7 @@ from semrl_jax.settings.environment import PREFIX, named
 from semrl_jax.settings.environment import check as check_environment
 from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rules import Section, split_entry
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.types import DISTRIBUTION
 
 FIELD = "evaluation.benchmarks"
@@ -97,10 +97,8 @@ def check_benchmarks(config: ml_collections.ConfigDict) -> None:
     catalogue.check_files_of(FIELD, wanted, config.evaluation.data_dir)
     for entry in entries:
         if entry.kind == "file":
-            try:
+            with prefixed(FIELD):
                 data.check_file(entry.target)
-            except UserError as error:
-                raise UserError(f"{FIELD}: {error}") from None
     is_remote = config.evaluation.metric_options.placement == "rollout"
     if config.evaluation.metrics and is_remote and environment_names(config):
         raise UserError(
@@ -129,10 +127,8 @@ def _split_options(text: str) -> tuple[str, str]:
     name = ":".join([first.removeprefix(PREFIX), *options])
     if not name:
         raise UserError(f"{FIELD}={text!r} names no environment; write {PREFIX}NAME.")
-    try:
+    with prefixed(f"{FIELD}={text!r}"):
         check_environment({"name": name})
-    except UserError as error:
-        raise UserError(f"{FIELD}={text!r}: {error}") from None
     return ":".join([first, *ours]), name
 
 

@@ -22,7 +22,7 @@ from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.sampling.scoring import verdict_columns
 from semrl_jax.support import response_files
 from semrl_jax.support.end_markers import response_text
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.support.parquet import ParquetFile
 from semrl_jax.support.safe_files import parse_json, replacing
 
@@ -80,10 +80,8 @@ class Tally:
 
 def check_file(file: pathlib.Path) -> None:
     """Raises UserError if there is no such file, or its suffix is unknown."""
-    try:
+    with prefixed("--samples"):
         data.check_file(file)
-    except UserError as error:
-        raise UserError(f"--samples: {error}") from None
 
 
 def check_rows(file: pathlib.Path, fields: Fields, *, takes_row: bool) -> None:

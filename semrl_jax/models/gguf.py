@@ -22,7 +22,7 @@ import numpy as np
 from semrl_jax.models.decoder_config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf
 from semrl_jax.models.hf_weights import HfTensor, hf_tensors
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 
 VERSION = 3  # of the conversion; part of the names of converted directories
 FAMILIES = {  # architecture of the file: `model_type` of Hugging Face
@@ -416,10 +416,8 @@ def convert(
 
     source = Gguf(file)
     hf = source.hf_config()
-    try:
+    with prefixed(f"{file}"):
         config = config_from_hf(hf)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
     source.check_tensors(config)
     tokenizer = source.tokenizer()
     arrays = (array.astype(dtype, copy=False) for array in source.arrays(config))

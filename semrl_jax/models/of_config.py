@@ -18,7 +18,7 @@ from semrl_jax.models.directory import read_tensors
 from semrl_jax.models.families import find_family
 from semrl_jax.models.hf_weights import EMBEDDING, HEAD
 from semrl_jax.settings.model import ReferenceModel, reference_models
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.support.safe_files import read_json_object
 
 RANDOM_MODEL_FIELDS = (
@@ -60,10 +60,10 @@ def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[in
 
 
 def starting_params(
-    directory: pathlib.Path, policy: models.Policy, mesh: Mesh, dtype: str = "float32"
+    directory: pathlib.Path, policy: models.Policy, mesh: Mesh | None, dtype: str = "float32"
 ) -> models.Params:
-    """The parameters of a model directory on the mesh; UserError if they do not fit."""
-    shardings = models.parameter_shardings(policy.shapes(), mesh)
+    """The parameters of a model directory on the mesh, or in NumPy; UserError: they do not fit."""
+    shardings = None if mesh is None else models.parameter_shardings(policy.shapes(), mesh)
     return models.load_params(directory, policy.config, shardings, dtype=dtype)
 
 
@@ -92,12 +92,10 @@ def find_lora(
         return None
     if not options.path:
         return lora, None
-    try:
+    with prefixed("lora.path"):
         files = peft.find_adapter(options.path)
         base = models.find_directory(config.model.path)
         adapter, own = peft.load_adapter(files, architecture, base, config.model.path)
-    except UserError as error:
-        raise UserError(f"lora.path: {error}") from None
     # Named as in the settings.
     wanted, has = ({**vars(each), "targets": each.modules} for each in (lora, own))
     for name in ("rank", "alpha", "rank_stabilized", "targets"):
@@ -169,10 +167,8 @@ def find_value_model(
     else:
         directory, architecture = _beside(field, path, config, policy, tokenizer, mesh)
     model = models.ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
-    try:
+    with prefixed(f"{field}={path!r}"):
         head = models.read_head(directory, model)
-    except UserError as error:
-        raise UserError(f"{field}={path!r}: {error}") from None
     return ModelFiles(model, directory, bool(head))
 
 
@@ -209,14 +205,12 @@ def _on_mesh(
 
     It may be of the policy's family, or of one of this package.
     """
-    try:
+    with prefixed(f"{field}={path!r}"):
         directory = models.find_directory(path)
         architecture = models.load_config(directory, _family_of(directory, config.model.family))
         if mesh is not None:
             models.check_mesh(architecture, mesh)
             models.Policy(architecture, attention=config.model.attention).check_attention(mesh)
-    except UserError as error:
-        raise UserError(f"{field}={path!r}: {error}") from None
     return directory, architecture
 
 

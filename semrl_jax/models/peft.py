@@ -20,7 +20,7 @@ from semrl_jax.models.directory import FILE_DTYPES, find_directory, weights_samp
 from semrl_jax.models.hf_weights import layer_kernels
 from semrl_jax.models.lora import MAX_ALPHA, A, B, Lora
 from semrl_jax.models.policy import Params
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.support.safe_files import read_json_object, replacing_directory
 from semrl_jax.support.tensor_files import write_tensors
 
@@ -165,10 +165,8 @@ class AdapterFiles(NamedTuple):
         field = f"{self.path / CONFIG_FILE}: base_model_name_or_path"
         if not self.base_name:
             raise UserError(f"{field} is missing or empty; set it to the base of the adapter.")
-        try:
+        with prefixed(field):
             return find_directory(self.base_name)
-        except UserError as error:
-            raise UserError(f"{field}: {error}") from None
 
 
 def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:

@@ -96,10 +96,7 @@ def restore_policy(
         return restore_params(folder, like)
     check_base(folder, record, model)
     adapters = restore_params(folder, like)
-    if mesh is None:
-        base = models.load_params(model, policy.config, dtype=record.base_dtype)
-    else:
-        base = starting_params(model, policy, mesh, record.base_dtype)
+    base = starting_params(model, policy, mesh, record.base_dtype)
     return models.adapted(adapters, record.lora.base(base))
 
 

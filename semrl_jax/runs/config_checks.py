@@ -607,25 +607,17 @@ def _check_ahead(config: ml_collections.ConfigDict) -> None:
         )
     if num_parts(config.rollout) == 1:
         return
-    parts = f"rollout.in_flight='keep' with rollout.max_staleness={lag} samples responses in parts"
-    for name in ("presence_penalty", "frequency_penalty"):
-        if config.rollout[name]:
-            raise UserError(
-                f"{parts}, so that rollout.{name}={config.rollout[name]} would miss the tokens of "
-                f"earlier parts; set in_flight='wait' or {name}=0."
-            )
-    if curriculum := config.data.curriculum:
-        raise UserError(
-            f"{parts} before the verdicts of earlier batches are known, which data.curriculum="
-            f"{curriculum!r} needs; set in_flight='wait' or data.curriculum=''."
-        )
-    if rounds := config.algorithms.batch_rules.max_sampling_rounds:
-        raise UserError(
-            f"{parts} before earlier prompts are known under algorithms.batch_rules."
-            f"max_sampling_rounds={rounds}; set in_flight='wait' or max_sampling_rounds=0."
-        )
-    if config.hidden_states.source == "rollout" and config.metrics.placement == "rollout":
-        raise UserError(
-            f"{parts}, and metrics.placement='rollout' measures each part alone; set "
-            "metrics.placement='trainer' or in_flight='wait'."
-        )
+    parts = f"rollout.in_flight='keep' with rollout.max_staleness={lag}"
+    missed = "the tokens of earlier parts would be missed; set it to 0, or in_flight='wait'"
+    unknown = "parts begin before earlier batches are judged; leave it out, or set in_flight='wait'"
+    _exclude(
+        config,
+        parts,
+        ("rollout.presence_penalty", OFF, missed),
+        ("rollout.frequency_penalty", OFF, missed),
+        ("data.curriculum", OFF, unknown),
+        ("algorithms.batch_rules.max_sampling_rounds", OFF, unknown),
+        ("metrics.placement",
+         config.metrics.placement == "trainer" or config.hidden_states.source != "rollout",
+         "it measures each part alone; set it to 'trainer', or in_flight='wait'"),
+    )  # fmt: skip

@@ -44,13 +44,14 @@ class PolicySource(NamedTuple):
         elif problem := checkpoint_problem(self.checkpoint):
             raise UserError(f"checkpoint {self.checkpoint} cannot be used: {problem}.")
 
-    def params(self, policy: models.Policy, mesh: Mesh) -> models.Params:
-        """The weights on the mesh; raises as `check`."""
+    def params(self, policy: models.Policy, mesh: Mesh | None = None) -> models.Params:
+        """The weights on the mesh, or on the host or the default device; raises as `check`."""
         if self.checkpoint is None:
+            params = starting_params(self.model, policy, mesh)
             if self.adapter is None:
-                return starting_params(self.model, policy, mesh)
+                return params
             adapter, lora = self._load_adapter(policy)
-            return models.adapted(adapter, lora.base(starting_params(self.model, policy, mesh)))
+            return models.adapted(adapter, lora.base(params))
         self.check(policy)
         return restore_policy(self.checkpoint, policy, self.model, mesh)
 

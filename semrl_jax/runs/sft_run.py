@@ -32,7 +32,7 @@ from semrl_jax.runs.workdir import Workdir
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.support.clock import Clock
 from semrl_jax.support.console import Bar, Reporter, duration, short_path
-from semrl_jax.support.errors import Preempted, UserError
+from semrl_jax.support.errors import Preempted, UserError, prefixed
 from semrl_jax.training.fine_tuning import FineTuner, batch_order
 from semrl_jax.training.offload import check_offload
 from semrl_jax.training.packing import row_plan
@@ -60,10 +60,8 @@ class Inputs:
         names = [pathlib.Path(path).stem for path in sft.evaluation_files]
         for field in ("files", "evaluation_files"):
             for path in sft[field]:
-                try:
+                with prefixed(f"sft.{field}"):
                     data.check_file(path)
-                except UserError as error:
-                    raise UserError(f"sft.{field}: {error}") from None
         if len(set(names)) < len(names):
             raise UserError(
                 "sft.evaluation_files: two files have the same name without ending; rename one."

@@ -61,7 +61,7 @@ def training_tasks(
             f"{len(examples) - len(short)} of {len(examples)} prompts have more than "
             f"rollout.max_prompt_tokens={limit} tokens and are left out."
         )
-    return data.PromptDataset(short, len(examples) - len(short))
+    return data.PromptDataset(short)
 
 
 def held_out_tasks(

@@ -16,7 +16,7 @@ from semrl_jax.data import arithmetic, procedural
 from semrl_jax.environments.pool import EnvironmentPools
 from semrl_jax.sampling.environment_tasks import held_out_tasks, training_tasks
 from semrl_jax.settings.rules import split_entry
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.support.intervals import in_words, is_within
 from semrl_jax.types import DISTRIBUTION
 
@@ -55,10 +55,8 @@ def check_files(config: ml_collections.ConfigDict) -> None:
     evaluated = [file.path for file in evaluation_files(config.evaluation.files)]
     for field, paths in (("data.files", config.data.files), ("evaluation.files", evaluated)):
         for path in paths:
-            try:
+            with prefixed(field):
                 data.check_file(path)
-            except UserError as error:
-                raise UserError(f"{field}: {error}") from None
 
 
 def training_prompts(

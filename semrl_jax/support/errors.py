@@ -1,7 +1,9 @@
 """Errors that several rooms use: a user's mistake, a request to end, an error of the disk."""
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 
 # A write that fails with one of these is neither a user mistake nor a defect of the program.
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -17,6 +19,15 @@ class UserError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows."""
         return [f"{type(self).__name__}: {self}"]
+
+
+@contextlib.contextmanager
+def prefixed(place: str) -> Iterator[None]:
+    """Lets the message of a UserError in the block begin with a place, such as a setting."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 class Preempted(BaseException):

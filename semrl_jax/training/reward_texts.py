@@ -15,7 +15,7 @@ from semrl_jax.data.chat_templates import TemplateError
 from semrl_jax.data.turns import ChatTurns
 from semrl_jax.models.of_config import ModelFiles
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.types import RolloutBatch, config_hash
 
@@ -52,10 +52,8 @@ class RewardTexts:
         """Loads the tokenizer; UserError if model, template or limit do not fit each other."""
         options, architecture = config.rewards.model, files.model.config
         place = f"{field}={str(files.directory)!r}"
-        try:
+        with prefixed(place):
             tokenizer = data.load_tokenizer(files.directory)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from None
         data.check_vocabulary(tokenizer, architecture.vocab_size, place)
         if path := options.chat_template:
             data.set_chat_template(tokenizer, path, "rewards.model.chat_template")

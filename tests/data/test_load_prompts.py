@@ -94,8 +94,7 @@ def test_given_responses_are_a_text_or_a_list_and_end_with_the_end_token(
     assert found == [1, 0, 0][: len(found)]  # rows may lack the field
     path = write(tmp_path / "numbers.jsonl", [problem(given=7), problem(given="7")])
     refused("1: field 'given' must be text or a list of", load_prompts, path, tokenizer, **options)
-    kept = load_prompts(path, tokenizer, skip_bad_rows=True, **options)
-    assert (len(kept), kept.num_bad_rows) == (1, 1)
+    assert len(load_prompts(path, tokenizer, skip_bad_rows=True, **options)) == 1
 
 
 FLOATS = [0.1, 3.0, 1e-5, 2.5]
@@ -170,7 +169,6 @@ def test_files_are_read_in_the_order_given(tokenizer, tmp_path):
     assert prompts_of(dataset) == ["3", "4", "1", "2"]
     assert [e.index for e in dataset.examples] == [0, 1, 2, 4]  # the long one keeps its number
     assert [e.data_source for e in dataset.examples] == ["x", "b", "a", "a"]
-    assert (dataset.num_too_long, dataset.num_bad_rows) == (1, 0)
     for num_rows, expected in [(1, ["3"]), (3, ["3", "4", "1"]), (9, ["3", "4", "1", "2"])]:
         dataset = load_prompts((b, a), tokenizer, max_prompt_tokens=3, num_rows=num_rows)
         assert prompts_of(dataset) == expected
@@ -328,11 +326,9 @@ def test_bad_rows_are_skipped_and_counted(tokenizer, tmp_path):
     lines = []
     dataset = load_prompts(path, tokenizer, skip_bad_rows=True, report=lines.append)
     assert [e.index for e in dataset.examples] == [0, len(BAD_LINES) + 1]
-    assert dataset.num_bad_rows == len(BAD_LINES)
     assert len(lines) == 6
     assert lines[0].startswith(f"bad row skipped: {path}, line 2: not valid JSON")
     assert lines[-1] == f"{len(BAD_LINES)} of {len(BAD_LINES) + 2} rows are bad and left out."
-    assert load_prompts(path, tokenizer, skip_bad_rows=True).num_bad_rows == len(BAD_LINES)
     path.write_bytes(b"[1]\n{\n")
     with pytest.raises(UserError, match=r"all 2 rows are bad; the first: .*bad\.jsonl, line 1: mu"):
         load_prompts(path, tokenizer, skip_bad_rows=True)
@@ -348,7 +344,7 @@ def test_a_very_long_line_is_skipped_in_little_memory(tokenizer, tmp_path):
     text = refused(r"long\.jsonl, line 2: is longer than 16 MiB", load_prompts, path, tokenizer)
     assert len(text) < 300
     dataset = load_prompts(path, tokenizer, skip_bad_rows=True)
-    assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_bad_rows == 1
+    assert [e.index for e in dataset.examples] == [0, 2]
     # The longest line that is read, its end included.
     row = b'{"question": "1", "answer": 1, "pad": "%s"}'
     path.write_bytes(row % (b"x" * (MAX_LINE_BYTES - 1 - len(row % b""))) + b"\n" + GOOD)
@@ -424,7 +420,7 @@ def test_long_prompts_are_dropped_or_kept(tokenizer, tmp_path):
     path = write(tmp_path / "set.jsonl", [problem("1" * n) for n in (3, 4, 2, 9)])
     lines = []
     dataset = load_prompts(path, tokenizer, max_prompt_tokens=3, report=lines.append)
-    assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_too_long == 2
+    assert [e.index for e in dataset.examples] == [0, 2]
     assert lines == ["2 of 4 prompts have more than max_prompt_tokens=3 tokens and are left out."]
     # The tokens of the template count.
     kept = {"template": "Q:{input}", "keep_long": True, "report": lines.append}
@@ -514,9 +510,8 @@ def test_a_column_that_is_not_json_is_refused_with_its_row(tokenizer, tmp_path, 
     for path, row, field in bad:
         pattern = rf"{path.name}, {row}: field {field} is .* but a row that is kept"
         refused(pattern, load_prompts, path, tokenizer, keep_columns=True)
-        assert load_prompts(path, tokenizer).num_bad_rows == 0  # nothing reads the column
-    kept = load_prompts(bad[0][0], tokenizer, keep_columns=True, skip_bad_rows=True)
-    assert (len(kept), kept.num_bad_rows) == (1, 1)
+        load_prompts(path, tokenizer)  # nothing reads the column
+    assert len(load_prompts(bad[0][0], tokenizer, keep_columns=True, skip_bad_rows=True)) == 1
     monkeypatch.setattr(prompt_rows, "MAX_COLUMNS_CHARS", 40)
     with pytest.raises(UserError, match=r"line 1: has 64 characters as JSON.* may have 40"):
         path = write(tmp_path / "d.jsonl", [problem(more="x" * 20)])

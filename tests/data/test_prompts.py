@@ -86,11 +86,10 @@ def test_impossible_positions_are_refused():
     raised(ValueError, "empty", next_prompts, numbered(0), 0, (0, 0), 1)
 
 
-def test_long_prompts_are_left_out_and_counted(tokenizer):
+def test_long_prompts_are_left_out(tokenizer):
     rows = [("1" * n, str(n)) for n in (3, 4, 2, 9, 3)]
     dataset = build_dataset(rows, tokenizer, data_source="x", max_prompt_tokens=3)
     assert [(e.index, e.answer) for e in dataset.examples] == [(0, "3"), (2, "2"), (4, "3")]
-    assert len(dataset) == 3 and dataset.num_too_long == 2
     assert all(e.data_source == "x" for e in dataset.examples)
     np.testing.assert_array_equal(dataset.examples[1].prompt_ids, [3, 3])
     assert dataset.examples[1].prompt_ids.dtype == np.int32
@@ -117,7 +116,7 @@ def test_special_tokens_are_added_only_if_asked():
 def test_arithmetic_prompts(tokenizer):
     train = arithmetic_prompts(tokenizer, arithmetic.training_problems(seed=0, size=300))
     test = arithmetic_prompts(tokenizer, arithmetic.held_out_problems())
-    assert (len(train), len(test), train.num_too_long) == (300, 512, 0)
+    assert (len(train), len(test)) == (300, 512)
     assert not {e.prompt for e in train.examples} & {e.prompt for e in test.examples}
     for example in (*train.examples, *test.examples):
         question = example.prompt.removeprefix("Q:").removesuffix("\nA:")

@@ -893,8 +893,8 @@ def _change(config, name: str, tensor: np.ndarray, fitted: np.ndarray) -> str:
     module = name.split("/")[0]
     axis = {"query": -1, "key": -1, "value": -1, "output": 0}.get(module)
     if axis is not None and change.shape[axis] % config.head_dim == 0:
-        blocks = np.moveaxis(change, axis, 0).reshape(-1, config.head_dim, *_others(change, axis))
-        of_heads = np.sum(blocks**2, axis=tuple(range(1, blocks.ndim))) / size
+        heads = np.moveaxis(change, axis, 0).reshape(change.shape[axis] // config.head_dim, -1)
+        of_heads = np.sum(heads**2, axis=1) / size
         order = np.argsort(of_heads)[::-1]
         few = order[: max(len(order) // 2, 1)]
         count = int(np.searchsorted(np.cumsum(of_heads[order]), 0.9)) + 1
@@ -905,10 +905,6 @@ def _change(config, name: str, tensor: np.ndarray, fitted: np.ndarray) -> str:
         place = np.unravel_index(np.argmax(np.abs(change)), change.shape)
         parts.append(f"in the one entry {tuple(int(i) for i in place)}")
     return ", ".join(parts)
-
-
-def _others(array: np.ndarray, axis: int) -> tuple[int, ...]:
-    return tuple(np.moveaxis(array, axis, 0).shape[1:])
 
 
 def _rms(values: np.ndarray) -> float:
