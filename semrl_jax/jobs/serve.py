@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from semrl_jax import models
 from semrl_jax.rollout.server import RolloutServer
+from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.policies import PolicySource, find_policies
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import names_run
@@ -67,7 +68,11 @@ class Followed:
     def _newest(self) -> PolicySource:
         """The run's newest policy; while it has no valid checkpoint, the one that is served."""
         try:
+            served = self.source.checkpoint
+            # To find it valid again would read all of it, every few seconds.
+            if served and checkpoint_steps(served.parent)[-1:] == [self.source.step]:
+                return self.source
             (source,) = find_policies(self._path, None)
             return source
-        except UserError:
+        except (UserError, FileNotFoundError):  # the run may have been removed
             return self.source

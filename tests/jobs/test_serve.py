@@ -1,6 +1,7 @@
 """A followed run: a newer checkpoint that cannot be read leaves the weights that are served."""
 
 import asyncio
+import shutil
 import types
 
 import pytest
@@ -16,7 +17,7 @@ class Source(types.SimpleNamespace):
 
 
 def source(step, error=None):
-    return Source(name=f"run-step{step}", step=step, error=error)
+    return Source(name=f"run-step{step}", step=step, error=error, checkpoint=None)
 
 
 def followed(monkeypatch, tmp_path, *sources):
@@ -60,3 +61,24 @@ def test_the_first_one_must_be_read(monkeypatch, tmp_path):
     gone = FileNotFoundError("checkpoints/1 is gone")
     said, loaded, ready, ended = followed(monkeypatch, tmp_path, source(1, gone))
     assert (said, loaded, ready, ended) == ([], [], [], FileNotFoundError)
+
+
+def test_a_checkpoint_is_read_again_only_if_there_is_a_newer_one(monkeypatch, tmp_path):
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    reads = []
+
+    def newest(path, steps):
+        reads.append(path)
+        made = source(2)
+        made.checkpoint = tmp_path / "checkpoints" / "2"
+        return [made]
+
+    monkeypatch.setattr(serve, "find_policies", newest)
+    policy = serve.Followed(str(tmp_path), lambda line: None)
+    assert policy._newest() is policy.source and len(reads) == 1
+    (tmp_path / "checkpoints" / "3").mkdir()
+    policy._newest()
+    assert len(reads) == 2
+    shutil.rmtree(tmp_path)
+    assert policy._newest() is policy.source
