@@ -297,7 +297,7 @@ STUDIES = {
                 "launch.sft", "--config=configs/smollm2.py", "--workdir=$start/sft",
                 "--config.seed=$seed", "--config.sft.files=$output/data/demonstrations.jsonl",
                 "--config.sft.row_format=prompt_completion", "--config.sft.template=chat",
-                "--config.sft.max_tokens=160", "--config.sft.num_steps=64",
+                "--config.sft.max_tokens=160", "--config.sft.num_steps=40",
                 "--config.sft.batch_size=16", "--config.sft.learning_rate=1e-4",
             ),
         ],
