@@ -19,6 +19,7 @@ import argparse
 import json
 import pathlib
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -110,8 +111,9 @@ def way_of(response: str) -> str:
     return "running" if re.match(r"\d{2,}\+", response) else "digits"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(description: str, write: Callable[[pathlib.Path], None]) -> None:
+    """Writes the files of a task."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--output", type=pathlib.Path, required=True, help="directory of the files")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
@@ -119,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, write)

@@ -12,7 +12,6 @@ demonstration of 48 and 18 is one of these, with equal chance:
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import re
@@ -20,10 +19,11 @@ from collections import Counter
 
 import numpy as np
 
+from benchmarks.evidence.formats import main
 from semrl_jax.data import procedural
 
 ENTRY = "gcd:min_numbers=2:max_numbers=2:min_value=2:max_value=60"  # data.reasoning_gym
-NUM_TEST, NUM_DEMONSTRATIONS = 64, 2048
+NUM_TEST, NUM_DEMONSTRATIONS = 64, 640  # all of which the fine-tuning sees once
 SEED = 1000  # of the demonstrations; the runs have others
 
 
@@ -64,10 +64,8 @@ def _prime_factors(number: int) -> list[int]:
 
 def way_of(response: str) -> str:
     """The name of the way that a response begins; `divisors` if it begins none."""
-    for sign, way in (("=", "primes"), ("%", "remainders")):
-        if re.match(rf"\s*\d+{sign}", response):
-            return way
-    return "divisors"
+    sign = re.match(r"\s*\d+([=%])", response)
+    return {"=": "primes", "%": "remainders"}[sign[1]] if sign else "divisors"
 
 
 def write(output: pathlib.Path) -> None:
@@ -81,13 +79,5 @@ def write(output: pathlib.Path) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=pathlib.Path, required=True, help="directory of the file")
-    output = parser.parse_args().output
-    output.mkdir(parents=True, exist_ok=True)
-    write(output)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, write)

@@ -608,8 +608,14 @@ def _check_ahead(config: ml_collections.ConfigDict) -> None:
     if num_parts(config.rollout) == 1:
         return
     parts = f"rollout.in_flight='keep' with rollout.max_staleness={lag}"
-    missed = "the tokens of earlier parts would be missed; set it to 0, or in_flight='wait'"
-    unknown = "parts begin before earlier batches are judged; leave it out, or set in_flight='wait'"
+    missed = (
+        "responses are sampled in parts, and each part would miss the tokens of those before; set "
+        "it to 0, or in_flight='wait'"
+    )
+    unknown = (
+        "responses are sampled in parts, before earlier batches are judged; leave it out, or set "
+        "in_flight='wait'"
+    )
     _exclude(
         config,
         parts,
@@ -619,5 +625,6 @@ def _check_ahead(config: ml_collections.ConfigDict) -> None:
         ("algorithms.batch_rules.max_sampling_rounds", OFF, unknown),
         ("metrics.placement",
          config.metrics.placement == "trainer" or config.hidden_states.source != "rollout",
-         "it measures each part alone; set it to 'trainer', or in_flight='wait'"),
+         "responses are sampled in parts, and each would be measured alone; set it to 'trainer', "
+         "or in_flight='wait'"),
     )  # fmt: skip

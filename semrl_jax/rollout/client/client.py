@@ -425,11 +425,12 @@ class RolloutClient(contextlib.AbstractContextManager):
                     f"{replica.name} gives no checksums of its weights: {reason}"
                 ) from error
             holds = {(each.name, each.dtype) for each in found}
-            if holds != (held := held or holds):
+            if held is not None and holds != held:
                 raise UserError(
                     f"{replica.name} holds its weights otherwise than another replica, such as in "
                     "another dtype; start all replicas of a model alike."
                 )
+            held = holds
         return found
 
     def release(self, weights: bool = False) -> None:
