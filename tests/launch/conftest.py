@@ -37,7 +37,7 @@ def start(*arguments, **options) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def run(*arguments, timeout=120, text=None, **options) -> subprocess.CompletedProcess:
+def run(*arguments, timeout=300, text=None, **options) -> subprocess.CompletedProcess:
     """Runs `python -m ...` to its end.
 
     `text` is its standard input. Without it, the process reads the standard input of the tests.
@@ -81,7 +81,7 @@ def run_each(
         words = [list(map(str, arguments)) for arguments in calls]
         done = subprocess.run(
             [sys.executable, "-c", EACH], input=json.dumps([module, shared, name, words]),
-            cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120,
+            cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300,
         )  # fmt: skip
         codes = list(map(int, done.stdout.split()))
         assert len(codes) == len(calls), done.stderr

@@ -31,7 +31,7 @@ def start_processes(workdir, count, *flags, own_flags=None, own_launcher=None, d
     ]  # fmt: skip
 
 
-def finish(processes, timeout_s=240):
+def finish(processes, timeout_s=600):
     """Waits for all and kills the rest; returns (exit code, stdout, stderr) of each."""
     try:
         found = [process.communicate(timeout=timeout_s) for process in processes]
