@@ -9,7 +9,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import grpc
@@ -66,6 +66,16 @@ class _Unit:
     requests: Sequence[SampleRequest]
     streams: list[_Stream] = dataclasses.field(default_factory=list)  # the running calls
     is_again: bool = False  # whether a call for it has failed
+    num_passed: int = 0  # first requests that are known to have responses
+
+    def is_complete(self, pending: Collection[str]) -> bool:
+        """Whether no request is pending; as none becomes so again, all calls together pass once."""
+        while (
+            self.num_passed < len(self.requests)
+            and self.requests[self.num_passed].sample_id not in pending
+        ):
+            self.num_passed += 1
+        return self.num_passed == len(self.requests)
 
 
 @dataclasses.dataclass(eq=False)
@@ -227,7 +237,7 @@ class Dispatcher:
 
     def _cancel_surplus(self, last: _Stream) -> None:
         """Ends the calls for the latest response's unit that would send more than is missing."""
-        if self._missing(last.unit.requests):
+        if not last.unit.is_complete(self._pending):
             return
         for stream in list(last.unit.streams):
             if len(stream.received) < len(stream.call.requests):

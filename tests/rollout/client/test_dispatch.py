@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from semrl_jax.rollout.client.dispatch import Dispatcher
+from semrl_jax.rollout.client.dispatch import Dispatcher, _Unit
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import Counters, Waits
 from semrl_jax.rollout.wire.codec import GenerateCall
@@ -61,3 +61,31 @@ def test_report_of_a_wait_names_compilation(monkeypatch, compiling, answered, ex
     assert dispatcher._check_clocks(last_report) > last_report
     replica.close()
     assert len(lines) == 1 and expected in lines[0]
+
+
+def test_a_response_does_not_look_at_all_requests_of_its_call():
+    """A call of an evaluation may have 65,536 of them."""
+
+    class Counted(set):
+        num_asked = 0
+
+        def __contains__(self, sample_id):
+            self.num_asked += 1
+            return super().__contains__(sample_id)
+
+    call = GenerateCall(tuple(make_requests(250, 4)), "sampling", "states", version=None)
+    dispatcher = Dispatcher(call, lambda: [], Counters(), Waits(), threading.Event(), 0, None, None)
+    dispatcher._pending = pending = Counted(dispatcher._pending)
+    stream = types.SimpleNamespace(unit=_Unit(call.requests), received=set(), call=call)
+    stream.unit.streams.append(stream)
+    dispatcher._cancel = lambda stream: pytest.fail("it has more to send")
+    for request in call.requests[:-1]:
+        stream.received.add(request.sample_id)
+        pending.remove(request.sample_id)
+        dispatcher._cancel_surplus(stream)
+    assert pending.num_asked < 2 * len(call.requests)
+    cancelled = []
+    dispatcher._cancel = cancelled.append
+    pending.clear()  # another call has sent the last one
+    dispatcher._cancel_surplus(stream)
+    assert cancelled == [stream]
