@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 import pathlib
 import re
 import shutil
@@ -21,6 +22,7 @@ from semrl_jax.support.safe_files import jsonable
 
 Scalars = Mapping[str, float | int]
 Settings = Mapping[str, Any]  # hyperparameters by full name
+FLUSH_S = 5.0  # between two flushes of TensorBoard's file, each of which waits for the disk
 
 
 @runtime_checkable
@@ -53,11 +55,14 @@ class TensorBoard:
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
         self._settings = settings
+        self._flushed = -math.inf  # in `time.monotonic()`
 
     def write(self, step: int, scalars: Scalars) -> None:
-        from tensorboardX.summary import scalar
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        self._add(step, [scalar(name, value) for name, value in scalars.items()])
+        # One event: a long run writes all its rows again when it is resumed.
+        named = ((re.sub(r"[^-/\w.]", "_", name).lstrip("/"), x) for name, x in scalars.items())
+        self._add(step, [Summary(value=[Summary.Value(tag=n, simple_value=x) for n, x in named])])
 
     def close(self, final: Scalars) -> None:
         from tensorboardX.summary import hparams
@@ -73,7 +78,9 @@ class TensorBoard:
 
         for summary in summaries:
             self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self._writer.flush()
+            self._flushed = time.monotonic()
 
 
 @contextlib.contextmanager

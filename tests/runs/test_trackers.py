@@ -14,6 +14,7 @@ import pytest
 from semrl_jax.runs.records import MetricWriter
 from semrl_jax.runs.trackers import Kept, check_trackers, open_trackers
 from tests.cases import refused
+from tests.launch.comparison import logged_events
 from tests.launch.conftest import ROOT
 
 ROW = {"reward/mean": 0.5, "eval/a/greedy_accuracy": 0.25}
@@ -87,6 +88,21 @@ def test_a_full_disk_ends_tensorboard_alone(tmp_path, config, monkeypatch):
     assert ended.wait(30), "the run waits for ever"
     assert len(warnings) == 1 and "TensorBoard gets no more rows: OSError" in warnings[0]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20
+
+
+def test_rows_of_a_long_run_wait_for_the_disk_once(tmp_path, config, monkeypatch):
+    """A resumed run writes all its rows again; an event and a flush for each value took minutes."""
+    syncs = []
+    monkeypatch.setattr("os.fsync", syncs.append)
+    write(tmp_path, range(50), 0, [], **ROW)
+    trackers = open_trackers(config, tmp_path, "0", pytest.fail)
+    writer = MetricWriter(tmp_path, 50, trackers)
+    assert len(syncs) == 1
+    writer.write(50, {"reward/mean": 1.0, "eval/a b/pass@1": 0.5})
+    writer.close()
+    events = logged_events(tmp_path / "tensorboard")
+    assert [step for tag, step, _ in events if tag == "reward/mean"] == list(range(51))
+    assert ("eval/a_b/pass_1", 50, 0.5) in events
 
 
 def test_a_missing_package_is_named(config, monkeypatch, tmp_path):
