@@ -45,37 +45,37 @@ class Tally:
     """Counts verdicts by group."""
 
     def __init__(self):
-        self._verdicts: dict[str, list[tuple[float, bool]]] = collections.defaultdict(list)
+        # By group: number, sum of scores, number of correct ones. A file may have many millions.
+        self._totals: dict[str, tuple[int, float, int]] = {}
         self._errors: dict[str, collections.Counter[str]] = collections.defaultdict(
             collections.Counter
         )
 
     def add(self, group: str, verdict: Verdict) -> None:
         """Counts one verdict."""
-        self._verdicts[group].append((verdict.score, verdict.correct))
+        count, score, correct = self._totals.get(group, (0, 0.0, 0))
+        self._totals[group] = count + 1, score + verdict.score, correct + verdict.correct
         if verdict.error:
             self._errors[group][verdict.error_kind] += 1
 
     def __len__(self) -> int:
-        return sum(map(len, self._verdicts.values()))
+        return sum(count for count, *_ in self._totals.values())
 
     def table(self) -> Table:
         """A row per group; for several groups, one over all responses."""
         table = Table("group", "responses", "correct", "mean score", "errors")
-        for group in sorted(self._verdicts):
+        for group in sorted(self._totals):
             table.add_row(group or "all", *self._cells([group]))
-        if len(self._verdicts) > 1:
-            table.add_row("all", *self._cells(list(self._verdicts)))
+        if len(self._totals) > 1:
+            table.add_row("all", *self._cells(list(self._totals)))
         return table
 
     def _cells(self, groups: Sequence[str]) -> tuple[str, ...]:
-        found = list(itertools.chain.from_iterable(self._verdicts[group] for group in groups))
+        count, score, correct = map(sum, zip(*(self._totals[group] for group in groups)))
         errors = sum((self._errors[group] for group in groups), collections.Counter())
-        correct = sum(correct for _, correct in found)
-        mean = sum(score for score, _ in found) / len(found)
-        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(errors.items()))
-        share = f"{correct} ({100 * correct / len(found):.2f}%)"
-        return f"{len(found)}", share, f"{mean:.4f}", kinds or "none"
+        kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(errors.items()))
+        share = f"{correct} ({100 * correct / count:.2f}%)"
+        return f"{count}", share, f"{score / count:.4f}", kinds or "none"
 
 
 def check_file(file: pathlib.Path) -> None:

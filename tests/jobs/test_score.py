@@ -1,13 +1,14 @@
 """Grading of responses that are in a file."""
 
 import json
+import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from semrl_jax.jobs.score import Fields, _batches, check_file, check_rows, score
-from semrl_jax.rewards import VerifierPool
+from semrl_jax.jobs.score import Fields, Tally, _batches, check_file, check_rows, score
+from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.support.errors import UserError
 from tests.cases import refused
 
@@ -65,6 +66,19 @@ def test_rows_are_kept_and_get_verdicts(tmp_path, pool, suffix, monkeypatch, cap
     assert [(r["score"], r["math_correct"]) for r in read(prefixed)] == [
         (0.5, True), (0.5, True), (0.5, False),
     ]  # fmt: skip
+
+
+def test_a_tally_of_many_rows_is_small():
+    tally = Tally()
+    for number in range(10_000):
+        tally.add("ab"[number % 2], Verdict(0.5 * (number % 4), number % 4 == 3, False, None))
+    assert len(tally) == 10_000 and len(pickle.dumps(vars(tally))) < 1000
+    cells = [list(column.cells) for column in tally.table().columns]
+    assert list(zip(*cells)) == [
+        ("a", "5000", "0 (0.00%)", "0.5000", "none"),
+        ("b", "5000", "2500 (50.00%)", "1.0000", "none"),
+        ("all", "10000", "2500 (25.00%)", "0.7500", "none"),
+    ]
 
 
 def test_a_reference_in_float32_has_its_own_digits(tmp_path):
