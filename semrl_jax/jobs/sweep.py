@@ -252,7 +252,9 @@ class Sweep:
 def _last_line(file: pathlib.Path) -> str:
     """The last line that a run has printed; "" if none."""
     with contextlib.suppress(OSError):
-        lines = file.read_bytes()[-4000:].decode(errors="replace").split("\n")
+        with file.open("rb") as log:  # read several times a second, and it may be large
+            log.seek(max(log.seek(0, os.SEEK_END) - 4000, 0))
+            lines = log.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
     return ""
 

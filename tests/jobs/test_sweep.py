@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 from scipy import stats
 
 from launch import cli
-from semrl_jax.jobs.sweep import Planned, Sweep, Variant, plan, variants_of
+from semrl_jax.jobs.sweep import Planned, Sweep, Variant, _last_line, plan, variants_of
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.over_seeds import Estimate, compared, compared_key
 from semrl_jax.runs.lifecycle import EXIT_PREEMPTED
@@ -162,6 +163,21 @@ def test_a_signal_while_a_run_is_being_started_reaches_it(tmp_path, monkeypatch)
     monkeypatch.setattr(subprocess, "Popen", started)
     assert sweep.run([run]) == EXIT_PREEMPTED
     assert processes[0].returncode == EXIT_PREEMPTED
+
+
+def test_the_last_line_of_a_long_log_is_read_alone(tmp_path):
+    """The log of every run is looked at several times a second."""
+    file = tmp_path / "seed0.log"
+    assert _last_line(file) == ""
+    file.write_bytes(b"first\n\n")
+    assert _last_line(file) == "first"
+    with file.open("r+b") as log:
+        log.seek(1 << 26)
+        log.write("\nstep 100000/100000 é\n".encode())
+    tracemalloc.start()
+    assert _last_line(file) == "step 100000/100000 é"
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_intervals_are_those_of_scipy():
