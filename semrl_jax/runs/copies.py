@@ -17,7 +17,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from semrl_jax.support.errors import UserError
@@ -27,6 +27,7 @@ T = TypeVar("T")
 RESTORING = ".restoring"  # in a run directory whose files are still on their way from the copy
 PROBE = ".writable"
 CHECKPOINTS = "checkpoints"
+ANSWERS = "answers"  # of environments
 MANIFEST = "manifest.0.json"
 # Files of this machine, and files that each start makes again.
 NOT_COPIED = (CHECKPOINTS, "tensorboard", "wandb", "profile", "given", ".lock", RESTORING, PROBE)
@@ -146,6 +147,11 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(folder, recursive=True)
         self._fs.invalidate_cache()
+
+    @_named
+    def remove(self, names: Sequence[str]) -> None:
+        if names:
+            self._fs.rm(self._paths(names))
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip(SLASH)}/{name}"
@@ -354,6 +360,12 @@ class Copies:
         """Copies the files of the run, then a checkpoint, and removes what need not be kept."""
         there = self._store.sizes()
         self._claim(there)
+        # Answers that no checkpoint here needs; that of the copy may, until it has a newer one.
+        needless = [
+            name
+            for name in there
+            if name.startswith(f"{ANSWERS}/") and not (self._run / name).exists()
+        ]
         complete = [n for n in _steps(there) if f"{CHECKPOINTS}/{n}/{MANIFEST}" in there]
         for other in _steps(there) if step is not None else ():
             # Later ones belong to a future that this run has lost: its rows are about to be
@@ -363,7 +375,7 @@ class Copies:
                 self._store.remove_checkpoint(other)
         self._copy_files(there)
         if step is None:
-            return
+            return self._store.remove(needless)
         folder = self._run / CHECKPOINTS / str(step)
         own = {
             str(pathlib.PurePosixPath(CHECKPOINTS, str(step), file.relative_to(folder))): file
@@ -385,6 +397,7 @@ class Copies:
         steps = [*(other for other in complete if other < step), step]
         for other in set(steps) - self._kept(steps):
             self._store.remove_checkpoint(other)
+        self._store.remove(needless)
 
     def _claim(self, there: Mapping[str, int]) -> None:
         """Writes config.json, which tells whose files these are; StoreError if it is another's."""

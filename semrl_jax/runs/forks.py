@@ -8,13 +8,12 @@ import re
 import shutil
 from typing import Any, NamedTuple
 
-from semrl_jax.runs.copies import CHECKPOINTS, MANIFEST, RESTORING
+from semrl_jax.runs.copies import ANSWERS, CHECKPOINTS, MANIFEST, RESTORING
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows
 from semrl_jax.support.run_directory import START, record_of
 from semrl_jax.support.safe_files import remove, replacing, write_json
 
-ANSWERS = "answers"  # of environments, in the directory of a run
 # Models that a run has made or copied, its answers, and the hashes of its inputs.
 WHOLE = (START, "warm_start", ANSWERS, "inputs.json")
 WRITTEN = (*WHOLE, "rollouts", "metrics.jsonl", CHECKPOINTS, "config.json")

@@ -272,6 +272,20 @@ def test_files_that_the_store_has_lost_are_copied_again(bucket, tmp_path):
     assert files_of(bucket) == ["checkpoints/1/manifest.0.json", "config.json", "inputs.json"]
 
 
+def test_answers_that_the_run_has_dropped_leave_the_copy(bucket, tmp_path):
+    answers = [f"answers/{step:06d}.0.jsonl" for step in range(3)]
+    for name in ("config.json", "checkpoints/1/manifest.0.json", *answers):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    copies = Copies(bucket, tmp_path, set, print)
+    for left in (answers, answers[1:], []):
+        for name in set(answers) - set(left):
+            (tmp_path / name).unlink(missing_ok=True)
+        copies.publish(1)
+        others = ["checkpoints/1/manifest.0.json", "config.json"]
+        assert files_of(bucket) == [*left, *others]
+
+
 def test_incomplete_copies_are_removed_and_do_not_count(bucket, tmp_path):
     """The checkpoint that other processes are sending stays."""
     (tmp_path / "config.json").write_text("{}")
