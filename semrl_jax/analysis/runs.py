@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax import models
+from semrl_jax.pages.report.recorded_responses import recorded
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.support import response_files
@@ -54,11 +54,7 @@ def find_steps(workdir: str | os.PathLike[str]) -> RunSteps:
             f"{workdir}/config.json: model.path={model!r:.100} must be text, and metrics.stride="
             f"{stride!r:.100} a whole number above 0."
         )
-    rollouts = {
-        int(step[1]): file
-        for file in sorted((workdir / "rollouts").glob("step_*.parquet"))
-        if (step := re.fullmatch(r"step_(\d+)\.parquet", file.name))
-    }
+    rollouts = recorded(workdir, "step")
     start = models.find_directory(model) if model else workdir / "warm_start"
     saved = checkpoint_steps(workdir / "checkpoints") if (workdir / "checkpoints").is_dir() else []
     steps = [step for step in rollouts if step in saved or (step == 0 and start.is_dir())]

@@ -32,6 +32,7 @@ from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.jobs.generate import RECORD
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.pages.mismatch import EngineMap, ResponseMap, write_page
+from semrl_jax.pages.report.recorded_responses import recorded
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.policies import PolicySource, find_policies
 from semrl_jax.sampling.replicas import open_client
@@ -163,7 +164,7 @@ def newest_samples(
     run: pathlib.Path, architecture: models.DecoderConfig, tokenizer: Any, count: int
 ) -> Chosen | None:
     """The newest recorded training step of a run; None if it has none."""
-    files = sorted((run / "rollouts").glob("step_*.parquet"))
+    files = [*recorded(run, "step").values()]
     return read_samples(files[-1], architecture, tokenizer, count) if files else None
 
 

@@ -11,7 +11,8 @@ from configs.default import get_config
 from semrl_jax import models
 from semrl_jax.analysis.mismatch import Observation, Observed, Weights, diagnose, observe_rollouts
 from semrl_jax.analysis.mismatch.computation import computation_of
-from semrl_jax.jobs.mismatch import read_samples, record, sampling_of
+from semrl_jax.jobs import mismatch
+from semrl_jax.jobs.mismatch import newest_samples, read_samples, record, sampling_of
 from semrl_jax.support import response_files
 from semrl_jax.support.safe_files import write_json
 from semrl_jax.types import Rollout, distribution_of
@@ -108,6 +109,16 @@ def test_a_coarser_dtype_than_meant_is_told_and_a_meant_one_is_healthy():
     assert diagnose(config, params, observation, dtype="bfloat16").is_healthy
     (finding,) = diagnose(config, params, observation, dtype="float32").findings
     assert (finding.kind, finding.what, finding.value) == ("dtype", "bfloat16", "float32")
+
+
+def test_the_newest_step_is_the_largest_number(tmp_path, monkeypatch):
+    """Names have six digits, and longer numbers come before them as text."""
+    monkeypatch.setattr(mismatch, "read_samples", lambda file, *_: file.name)
+    assert newest_samples(tmp_path, None, None, 8) is None
+    (tmp_path / "rollouts").mkdir()
+    for step in (999_990, 1_000_000, 5):
+        (tmp_path / "rollouts" / f"step_{step:06d}.parquet").touch()
+    assert newest_samples(tmp_path, None, None, 8) == "step_1000000.parquet"
 
 
 def test_no_response_is_refused():
