@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from jaxtyping import Int
 
 from semrl_jax.pages.html import cut, cut_turns, rounded, script_lengths, shortened
 from semrl_jax.pages.report.reading import RunLog
@@ -113,33 +114,36 @@ class _Found:
         groups: dict[tuple[str, int], list[int]] = {}
         for index, key in enumerate(zip(sources, small["group_id"])):
             groups.setdefault(key, []).append(index)
-        read = response_files.read(file, NEEDED, OPTIONAL)
-        names = {name for name in read.column_names if name.startswith(METRICS)}
-        self.metric_names += sorted(names - set(self.metric_names))
-        kept = self._fitting(groups, read, max_bytes)
-        indices = [index for key in kept for index in groups[key]]
-        table = read.take(pa.array(indices, pa.int64())).to_pylist()  # typed also without a row
-        keys = [key for key in kept for _ in groups[key]]
+        kept = self._fitting(groups, _sizes(file), max_bytes)
+        key_of = {index: key for key in kept for index in groups[key]}
+        # A file of an evaluation may have gigabytes: of most rows only the sizes are kept.
+        found: dict[int, dict[str, Any]] = {}
+        first = 0
+        for part in response_files.batches(file, NEEDED, OPTIONAL):
+            names = {name for name in part.column_names if name.startswith(METRICS)}
+            self.metric_names += sorted(names - set(self.metric_names))
+            own = [index for index in range(first, first + len(part)) if index in key_of]
+            places = pa.array([index - first for index in own], pa.int64())  # typed also if empty
+            found.update(zip(own, part.take(places).to_pylist()))
+            first += len(part)
         # All rows of a file or none: one of them may be damaged.
         num_cut = self._num_cut
         try:
-            self.rows += [self._row(run, *key, row) for key, row in zip(keys, table)]
+            self.rows += [self._row(run, *key, found[index]) for index, key in key_of.items()]
         except BaseException:
             self._num_cut = num_cut
             raise
-        self._num_recorded += len(read)
+        self._num_recorded += first
 
     def _fitting(
-        self, groups: dict[tuple[str, int], list[int]], read: pa.Table, max_bytes: int
+        self,
+        groups: dict[tuple[str, int], list[int]],
+        sizes: Int[np.ndarray, " rows"],
+        max_bytes: int,
     ) -> list[tuple[str, int]]:
         by_source: dict[str, list[tuple[str, int]]] = {}
         for key in groups:
             by_source.setdefault(key[0], []).append(key)
-        lengths = [
-            np.minimum(np.asarray(pc.binary_length(read[name]).fill_null(0)), limit)
-            for name, limit in (("response", MAX_CHARACTERS), ("prompt", MAX_CHARACTERS))
-        ]
-        sizes = np.sum(lengths, axis=0)
         stride = 1
         while True:
             kept = [key for keys in by_source.values() for key in keys[::stride]]
@@ -197,6 +201,15 @@ class _Found:
         if self.unreadable:
             note += f" Unreadable: {', '.join(self.unreadable)}."
         return note + " rollouts/ has all of them."
+
+
+def _sizes(file: pathlib.Path) -> Int[np.ndarray, " rows"]:
+    """The bytes that the texts of each response take on the page."""
+    sizes = [np.zeros(0, int)]
+    for part in response_files.batches(file, ("response", "prompt"), ()):
+        lengths = [np.asarray(pc.binary_length(texts).fill_null(0)) for texts in part.columns]
+        sizes.append(np.minimum(lengths, MAX_CHARACTERS).sum(axis=0))
+    return np.concatenate(sizes)
 
 
 def _short(text: str | None) -> str | None:
