@@ -39,6 +39,12 @@ const dash = (index) => DASHES[index % DASHES.length];
 const SYMBOLS = { resume: ["diamond", "◆"], retry: ["triangle-up", "▲"],
   "replica failure": ["x", "✖"] };
 const symbolOf = (kind) => SYMBOLS[kind] ?? ["star", "★"];
+// The row of a step of a run: thousands of steps are looked up for each of hundreds of keys.
+const rowsOf = new WeakMap();
+function rowOf(run, step) {
+  if (!rowsOf.has(run)) rowsOf.set(run, new Map(run.steps.map((each, i) => [each, i])));
+  return rowsOf.get(run).get(step);
+}
 const STDERR = "_stderr", Z_95 = 1.96;
 const MAX_STEPS_WITH_POINTS = 40;
 
@@ -109,7 +115,7 @@ function means(panel, log, weight) {
   return figures.variants.flatMap((variant, v) => panel.keys.flatMap(([key, label], k) => {
     const runs = figures.runs.filter((run) =>
       run.variant === v && !hidden.has(run.name) && run.series[key]);
-    const values = (step) => runs.map((run) => run.series[key][run.steps.indexOf(step)] ?? null);
+    const values = (step) => runs.map((run) => run.series[key][rowOf(run, step)] ?? null);
     const x = (runs[0]?.steps ?? []).filter((step) => values(step).every((value) => value !== null));
     const y = x.map((step) => values(step).reduce((sum, value) => sum + value, 0) / runs.length);
     if (!x.length || (log && y.some((value) => value <= 0))) return [];
@@ -341,7 +347,7 @@ const placeOf = (run, key, step) =>
   run.series[key]?.findLastIndex((value, i) => value !== null && run.steps[i] <= step) ?? -1;
 const at = (run, key, step) => run.series[key]?.[placeOf(run, key, step)] ?? null;
 const stepOf = (run, key, step) => run.steps[placeOf(run, key, step)];
-const isAt = (run, key, step) => (run.series[key]?.[run.steps.indexOf(step)] ?? null) !== null;
+const isAt = (run, key, step) => (run.series[key]?.[rowOf(run, step)] ?? null) !== null;
 const isMain = (key) => /^eval\/.*(accuracy|score|mean_length|loss|@\d+)$/.test(key) ||
   ["reward/mean", "reward/correct", "response/length/mean", "policy/entropy", "policy/kl",
     "metrics/effective_rank/mean", "metrics/effective_rank_velocity/mean",

@@ -288,6 +288,31 @@ def test_values_of_another_step_are_marked_and_not_compared(run_of, opened, tmp_
     assert ["reward/mean", "0.25", "0.25", "+0"] in browser.run("values('figure-table')")
 
 
+def test_steps_of_a_long_run_are_not_searched_for_every_key(run_of, opened, tmp_path):
+    """A live page does this every few seconds."""
+    runs = [run_of(f"run{seed}", num_steps=0) for seed in range(2)]
+    keys = [f"eval/sums{number}/mean_score" for number in range(20)]
+    for run in runs:
+        for step in range(200):
+            evaluated = dict.fromkeys(keys, 0.5) if step % 50 == 0 else {}
+            add_row(run, step, {"reward/mean": 0.25, **evaluated})
+    page.write_page(tmp_path / "page.html", runs)
+    searched = opened(tmp_path / "page.html").run(
+        """{
+          const real = Array.prototype.indexOf;
+          let count = 0;
+          Array.prototype.indexOf = function (...values) {
+            if (this.length > 100) count += 1;
+            return real.apply(this, values);
+          };
+          layFigures();
+          Array.prototype.indexOf = real;
+          count;
+        }"""
+    )
+    assert searched < 10
+
+
 def test_an_episode_is_shown_turn_by_turn(run_of, opened):
     run = run_of(num_steps=1)
     calls = '<tool_call>{"name": "f😀"}</tool_call><|im_end|>'
