@@ -7,6 +7,7 @@ import datetime
 import functools
 import pathlib
 import platform
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,7 @@ class Run:
     _writer: MetricWriter | None = None
     _told_size: bool = False  # of a record for replays
     _warned: set[str] = dataclasses.field(default_factory=set)  # of what
+    _next_report: float = 0.0  # in `time.monotonic()`; before, none is drawn between steps
 
     def begin_rows(self, first_step: int) -> None:
         """Opens the log; removes what an earlier attempt recorded from `first_step` on."""
@@ -138,8 +140,11 @@ class Run:
             lag = self.config.rollout.max_staleness  # weights may be this much older than a batch
             self.answers.forget(step - lag, self.checkpoints.sealed - lag)
         every = self.config.logging.plot_every_steps
-        if every and step % every == 0:
+        if every and step % every == 0 and time.monotonic() >= self._next_report:
+            began = time.monotonic()
             self.draw_report()
+            # It reads the whole log, so it takes longer and longer: at most a tenth of the time.
+            self._next_report = time.monotonic() + 9 * (time.monotonic() - began)
 
     def draw_report(self) -> None:
         """Draws the report. If that fails, it prints one line, and the run continues."""

@@ -15,7 +15,10 @@ class Logging:
         at_least=0,
     )
     plot_every_steps: int = setting(
-        10, "between drawings of the report; 0: only at the end", at_least=0
+        10,
+        "between drawings of the report, or more: they take at most a tenth of the time; 0: only "
+        "at the end",
+        at_least=0,
     )
     replay_every: int = setting(
         0, "between records for launch.replay; 0: none. docs/replay.md", "steps", at_least=0

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from semrl_jax.algorithms import group_relative_advantages
 from semrl_jax.data import character_tokenizer, full_text
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.pages.report import write_report
+from semrl_jax.runs import run
 from semrl_jax.runs.records import MetricWriter, keep_damaged_log, remove_rollouts, write_rollouts
 from semrl_jax.runs.trackers import TensorBoard
 from semrl_jax.runs.workdir import open_workdir
@@ -167,6 +169,24 @@ def test_no_file_of_a_run_is_written_through_a_link(config, tmp_path):
     writer = MetricWriter(run, 0, [TensorBoard(run / "tensorboard", {})])
     writer.close()
     assert (run / "metrics.jsonl").read_text() == ""
+
+
+def test_drawings_of_a_long_log_take_a_tenth_of_the_time(config, monkeypatch):
+    now, drawn = [1000.0], []
+    config.logging.plot_every_steps = 2
+    checkpoints = types.SimpleNamespace(due=lambda *_: False)
+    training = run.Run(config, None, checkpoints, None, None, None, leads=True)
+
+    def draw(self):
+        drawn.append(step)
+        now[0] += 10.0  # with each row it takes longer
+
+    monkeypatch.setattr(run.Run, "draw_report", draw)
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    for step in range(1, 101):
+        now[0] += 4.0
+        training.keep(types.SimpleNamespace(step=step))
+    assert drawn == [2, 26, 50, 74, 98]
 
 
 def test_statistics_match_values_computed_by_hand():

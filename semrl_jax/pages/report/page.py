@@ -23,7 +23,11 @@ _HERE = pathlib.Path(__file__).parent
 
 def write_page(file: pathlib.Path, paths: Sequence[pathlib.Path]) -> None:
     """Writes the page of these runs, complete or not at all; raises as `reading.read_runs`."""
-    runs = reading.read_runs(paths)
+    write_page_of(file, reading.read_runs(paths))
+
+
+def write_page_of(file: pathlib.Path, runs: Sequence[RunLog]) -> None:
+    """Writes the page of runs that were read."""
     content = page(figures(runs), samples(runs))
     with replacing(file) as out:
         out.write(content)

@@ -15,10 +15,11 @@ import pytest
 
 from semrl_jax.jobs import view
 from semrl_jax.pages.html import data_element
-from semrl_jax.pages.report import page, reading, recorded_responses, write_report
+from semrl_jax.pages.report import page, picture, reading, recorded_responses, write_report
 from semrl_jax.pages.report.panels import OTHER, panels_of
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.sampling.scoring import Scored
+from semrl_jax.support import parquet
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.rows import read_rows
 from tests.cases import refused
@@ -141,6 +142,9 @@ def test_a_large_file_is_limited_to_groups_from_all_benchmarks(run, monkeypatch)
         monkeypatch.setattr(recorded_responses, "MAX_CHARACTERS", 200)
         monkeypatch.setattr(recorded_responses, "MAX_BYTES", 7 * 6000)  # of 3 + 4 files
         found = recorded_responses.samples(reading.read_runs([run]))
+        assert "Unreadable" not in found["note"]
+        monkeypatch.setattr(parquet, "MAX_TABLE_BYTES", 20_000)  # its texts have more
+        assert recorded_responses.samples(reading.read_runs([run])) == found
     finally:
         (run / "rollouts" / "eval_000100.parquet").unlink()
     rows = [dict(zip(found["columns"], row)) for row in found["rows"]]
@@ -195,6 +199,35 @@ def test_the_page_says_how_much_of_a_long_run_it_draws(config, tmp_path, monkeyp
     figures = page.figures(reading.read_runs([run]))
     assert len(figures["runs"][0]["steps"]) == 22  # of 199 every tenth, the first and the last
     assert figures["notes"][0].startswith("run has 200 rows; the plots have 22 of them")
+
+
+def test_a_picture_of_a_long_run_is_thinned_out_and_its_log_read_once(
+    config, tmp_path, monkeypatch
+):
+    """Formatting and drawing every value of 20,000 rows took half a minute, every few steps."""
+    run = make_run(tmp_path / "run", config, num_steps=1)
+    for step in range(1, 200):
+        add_row(run, step, {"reward/mean": 7.25, "time/step_s": 2.0, "time/update_s": 0.5})
+    monkeypatch.setattr(reading, "MAX_ROWS", 20)
+    drawn, read, formatted = [], [], []
+    for owner, name, calls in (
+        (picture, "draw_curves", drawn),
+        (reading, "read_log", read),
+        (reading, "rounded", formatted),
+    ):
+        real = getattr(owner, name)
+
+        def called(*values, real=real, calls=calls):
+            calls.append(values[0])
+            return real(*values)
+
+        monkeypatch.setattr(owner, name, called)
+    write_report(run)
+    assert [len(rows) for rows in drawn] == [22] and len(read) == 1
+    assert formatted.count(7.25) < 200  # not of every row
+    assert data_of(run / "report.html", "figures")["runs"][0]["stage_means"][OTHER] == (
+        pytest.approx(1.5, abs=0.05)
+    )
 
 
 def test_lines_after_a_damaged_one_are_counted(config, tmp_path):
