@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax import models
-from semrl_jax.pages.report.recorded_responses import recorded
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import IDS
+from semrl_jax.support.run_directory import recorded
 from semrl_jax.support.safe_files import read_json_object
 
 MICRO_BATCH = 16

@@ -32,7 +32,6 @@ from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.jobs.generate import RECORD
 from semrl_jax.models.of_config import build_policy
 from semrl_jax.pages.mismatch import EngineMap, ResponseMap, write_page
-from semrl_jax.pages.report.recorded_responses import recorded
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.policies import PolicySource, find_policies
 from semrl_jax.sampling.replicas import open_client
@@ -41,7 +40,7 @@ from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.support import response_files
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.run_directory import record_of
+from semrl_jax.support.run_directory import record_of, recorded
 from semrl_jax.support.safe_files import read_json_object, write_json
 from semrl_jax.types import (
     DISTRIBUTION,

@@ -1,8 +1,10 @@
-"""Finds the run that a path belongs to. Loads no JAX."""
+"""Finds the run that a path belongs to, and its recorded responses. Loads no JAX."""
 
 from __future__ import annotations
 
+import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,3 +56,19 @@ def setting_of(run: pathlib.Path | None, section: str, field: str) -> Any:
         return None if run is None else record_of(run)["config"][section].get(field)
     except (KeyError, TypeError, AttributeError):
         return None
+
+
+def recorded(path: pathlib.Path, kind: str) -> dict[int, pathlib.Path]:
+    """The files of recorded responses by step, of kind "step" or "eval"; or UserError."""
+    directory = path / "rollouts"
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
+    found = {}
+    for name in names:
+        if step := re.fullmatch(rf"{kind}_(\d{{1,15}})\.parquet", name):
+            found[int(step[1])] = directory / name
+    return dict(sorted(found.items()))

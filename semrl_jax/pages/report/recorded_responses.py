@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +16,8 @@ from jaxtyping import Int
 from semrl_jax.pages.html import cut, cut_turns, rounded, script_lengths, shortened
 from semrl_jax.pages.report.reading import RunLog
 from semrl_jax.support import response_files
-from semrl_jax.support.errors import UserError
 from semrl_jax.support.response_files import METRICS
+from semrl_jax.support.run_directory import recorded
 
 MAX_BYTES = 6 * 2**20  # of the texts of all responses
 MAX_FILES = 5  # of a run, of training and of evaluations each
@@ -62,22 +60,6 @@ def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
         "metric_names": [name.removeprefix(METRICS) for name in found.metric_names],
         "note": found.note(),
     }
-
-
-def recorded(path: pathlib.Path, kind: str) -> dict[int, pathlib.Path]:
-    """The files of recorded responses by step, of kind "step" or "eval"; or UserError."""
-    directory = path / "rollouts"
-    try:
-        names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
-    found = {}
-    for name in names:
-        if step := re.fullmatch(rf"{kind}_(\d{{1,15}})\.parquet", name):
-            found[int(step[1])] = directory / name
-    return dict(sorted(found.items()))
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:

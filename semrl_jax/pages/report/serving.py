@@ -18,8 +18,9 @@ from typing import Any
 from semrl_jax.pages.report import page, reading
 from semrl_jax.pages.report.evaluations import RESULTS
 from semrl_jax.pages.report.panels import PANELS
-from semrl_jax.pages.report.recorded_responses import recorded, samples
+from semrl_jax.pages.report.recorded_responses import samples
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.run_directory import recorded
 
 HOST = "127.0.0.1"
 # Files of a run that plots link to.

@@ -13,9 +13,10 @@ import numpy as np
 
 from semrl_jax.pages.report.evaluations import write_table
 from semrl_jax.pages.report.reading import RunLog
-from semrl_jax.pages.report.recorded_responses import recorded, spread
+from semrl_jax.pages.report.recorded_responses import spread
 from semrl_jax.support import response_files
 from semrl_jax.support.errors import UserError
+from semrl_jax.support.run_directory import recorded
 from semrl_jax.support.safe_files import replacing
 
 MAX_STEPS = 20  # of the paired differences

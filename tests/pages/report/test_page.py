@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import re
 
@@ -251,7 +252,7 @@ def test_lines_after_a_damaged_one_are_counted(config, tmp_path):
     ("owner", "call", "message"),
     [
         (pathlib.Path, "read_bytes", r"metrics\.jsonl cannot be read: Permission denied\."),
-        (recorded_responses.os, "listdir", "rollouts cannot be read: Permission denied"),
+        (os, "listdir", "rollouts cannot be read: Permission denied"),
     ],
 )
 def test_files_that_may_not_be_read_are_named(run, monkeypatch, owner, call, message):
