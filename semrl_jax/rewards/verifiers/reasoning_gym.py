@@ -34,8 +34,11 @@ _EXPRESSION = re.compile(
 def verify(
     response: str, reference: str, settings: VerifierSettings, row: Mapping[str, Any] | None = None
 ) -> Verdict:
-    """Scores a response by the data set of its problem; the reference is only shown."""
+    """Scores a response by the data set of its problem, with the reference as its answer."""
     dataset, entry = remade(row)
+    if reference and isinstance(entry["answer"], str):
+        # polynomial_multiplication makes other problems in a process with other hashes.
+        entry = {**entry, "answer": reference}
     text = response_text(response).strip()
     tagged = _TAGGED.findall(text)
     answer = tagged[-1] if tagged else find_answer(text)
