@@ -180,6 +180,7 @@ WRONG = [
     ("save_weights", {"model_id": "m", "path": "../x"}, 400, "path='../x'"),
     ("retrieve_future", {"request_id": "m:1"}, 410, "not known"),
     ("asample", sample_body("s", 0, [1]) | {"topk_prompt_logprobs": 3}, 400, "not supported"),
+    ("asample", sample_body("s", 0, [1], stop=[2**40]), 400, "sampling_params.stop"),
     ("asample", sample_body("s", 0, [1]), 404, "sampler 's' does not exist here."),
     ("nothing", {}, 404, "Not Found"),
     ("training_runs/none", None, 404, "model 'none' does not exist here."),
