@@ -219,6 +219,10 @@ def test_wrong_tokens_and_names(served):
     model = served.model(session)
     status, answer = served.ask("forward_backward", encoded(model, 1, [([1], [-1], {})]))
     assert (status, "outside of [0," in answer["detail"]) == (400, True)
+    unnumbered = {"model_id": model, "adam_params": {}}
+    for route, body in (("optim_step", unnumbered), ("forward_backward", encoded(model, -1, DATA))):
+        status, answer = served.ask(route, body)
+        assert (status, "must be at least 1; number" in answer["detail"]) == (400, True)
 
 
 @pytest.mark.parametrize("key", ("", "tml-another-key-of-the-tests", KEY + "x"))
