@@ -51,7 +51,7 @@ _UNCERTAIN = re.compile(
     r"(?i)\b(?:or|not|wrong|such as|between|at least|at most|half|halves|thirds?|double"
     r"|twice|squared?|root|power|if|except|either|maybe|dozens?|minus|negative|below zero|minimum"
     r"|maximum|\w+ty)\b"
-    r"|[或非不<>≤≥≠]|\\(?:[lgn]eq?|neg|in|infty|lfloor|lceil)(?![a-z])|至少|以[上下内]|左右"
+    r"|[或非不<>≤≥≠=≈]|\\(?:[lgn]eq?|approx|neg|in|infty|lfloor|lceil)(?![a-z])|至少|以[上下内]|左右"
 )
 _IN_BRACKETS = re.compile(r"[^()\[\]{}]*,(?!\d{3}(?!\d))[^()\[\]{}]*")
 MAX_AROUND = 60  # characters

@@ -169,12 +169,19 @@ class Api:
         async def accept(request: HttpRequest) -> Response:
             body = await read_body(request, MAX_BODY_BYTES)
             content = body_type.model_validate_json(body)
-            self._known("model", content.model_id)
-            name = f"{content.model_id}:{content.seq_id}"
-            job = Request(name, kind, body, content.model_id, content.seq_id)
-            return self._accepted(job, content)
+            return self._accepted(self._of_known(kind, body, content), content)
 
         return accept
+
+    def _of_known(self, kind: str, body: bytes, content: Any) -> Request:
+        """A request to a model that exists, with a number of its own: 0 is that of create_model."""
+        self._known("model", content.model_id)
+        if content.seq_id < 1:
+            raise ValueError(
+                f"seq_id={content.seq_id} must be at least 1; number the requests to a model."
+            )
+        name = f"{content.model_id}:{content.seq_id}"
+        return Request(name, kind, body, content.model_id, content.seq_id)
 
     async def load_weights(self, request: HttpRequest) -> Response:
         body = await read_body(request, MAX_BODY_BYTES)
@@ -182,11 +189,9 @@ class Api:
         weights.find(self._work.directory, content.path)
         self._check_base(content.base_model or self._limits.name)
         if content.session_id is None:
-            self._known("model", content.model_id)
-        else:
-            self._check_session(content.session_id)
-        name = f"{content.model_id}:{content.seq_id}"
-        job = Request(name, "load_weights", body, content.model_id, content.seq_id)
+            return self._accepted(self._of_known("load_weights", body, content), content)
+        self._check_session(content.session_id)
+        job = Request(f"{content.model_id}:0", "load_weights", body, content.model_id)
         return self._accepted(job, content)
 
     async def forward_backward(self, request: HttpRequest) -> Response:
@@ -194,10 +199,8 @@ class Api:
             raise HTTPException(415, "the body must not be compressed.")
         body = await read_body(request, MAX_BODY_BYTES)
         content = await asyncio.to_thread(read_pass, body)
-        self._known("model", content.model_id)
+        job = self._of_known("forward_backward", body, content)
         self._check_tokens(content)
-        name = f"{content.model_id}:{content.seq_id}"
-        job = Request(name, "forward_backward", body, content.model_id, content.seq_id)
         return self._accepted(job, content)
 
     async def weights_info(self, request: HttpRequest) -> Response:

@@ -25,6 +25,7 @@ FileName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"), pydantic.AfterValidator(_free)
 ]
 Number = Annotated[int, Field(ge=0, lt=2**62)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
 Metadata = dict[str, str] | None
 
 
@@ -154,7 +155,7 @@ class Chunk(Body):
     """A part of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: list[Token]
 
 
 class ModelInput(Body):
@@ -168,7 +169,7 @@ class SamplingParams(Body):
 
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str] | list[Token] | None = None
     temperature: float = Field(1.0, ge=0)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)

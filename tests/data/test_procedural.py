@@ -99,6 +99,44 @@ def test_the_scorer_of_the_data_set_decides():
     assert verdict(problem, f"It is {problem.answer}.").extracted == problem.answer
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "countdown", "puzzle24",
+        "intermediate_integration", "polynomial_multiplication", "simple_integration",
+    ],
+)  # fmt: skip
+def test_no_scorer_executes_an_answer(entry, tmp_path):
+    """The package's scorers of these data sets call `eval`, or sympy's parser, which calls it."""
+    (problem,) = procedural.held_out_problems(procedural.sources([entry]), 1)
+    made = tmp_path / "made"
+    code = f"open({str(made)!r}, 'w')"
+    for response in (
+        code,
+        f"<answer>{code}</answer>",
+        f"exec({'+'.join(f'chr({ord(c)})' for c in code)})",
+    ):
+        assert verdict(problem, response).score < 0.1
+    assert not made.exists()
+    if "integration" not in entry:  # where some answers of the package are integrals
+        assert verdict(problem, problem.answer).score == 1.0
+
+
+def test_a_problem_that_is_made_otherwise_here_is_scored_by_its_reference():
+    """As by another PYTHONHASHSEED: this data set draws from a set of terms."""
+    (problem,) = procedural.held_out_problems(procedural.sources(["polynomial_multiplication"]), 1)
+    shown = problem._replace(answer="6*x**3 - 2*x")
+    assert verdict(shown, "6*x**3 - 2*x").score == 1.0
+    assert verdict(shown, problem.answer).score == 0.0
+
+
+def test_the_work_is_not_left_to_a_scorer():
+    (problem,) = procedural.held_out_problems(procedural.sources(["simple_integration"]), 1)
+    _, made = reasoning_gym.remade(json.loads(problem.columns))
+    asked = "Integral({integrand}, {variable})".format(**made["metadata"])
+    assert verdict(problem, asked).score == 0.0
+
+
 def test_a_response_that_only_mentions_the_answer_gets_nothing():
     entry = "basic_arithmetic:min_terms=2:max_terms=2:min_digits=2:max_digits=2"
     (problem,) = procedural.held_out_problems(procedural.sources([entry]), 1)

@@ -180,6 +180,7 @@ WRONG = [
     ("save_weights", {"model_id": "m", "path": "../x"}, 400, "path='../x'"),
     ("retrieve_future", {"request_id": "m:1"}, 410, "not known"),
     ("asample", sample_body("s", 0, [1]) | {"topk_prompt_logprobs": 3}, 400, "not supported"),
+    ("asample", sample_body("s", 0, [1], stop=[2**40]), 400, "sampling_params.stop"),
     ("asample", sample_body("s", 0, [1]), 404, "sampler 's' does not exist here."),
     ("nothing", {}, 404, "Not Found"),
     ("training_runs/none", None, 404, "model 'none' does not exist here."),
@@ -218,6 +219,10 @@ def test_wrong_tokens_and_names(served):
     model = served.model(session)
     status, answer = served.ask("forward_backward", encoded(model, 1, [([1], [-1], {})]))
     assert (status, "outside of [0," in answer["detail"]) == (400, True)
+    unnumbered = {"model_id": model, "adam_params": {}}
+    for route, body in (("optim_step", unnumbered), ("forward_backward", encoded(model, -1, DATA))):
+        status, answer = served.ask(route, body)
+        assert (status, "must be at least 1; number" in answer["detail"]) == (400, True)
 
 
 @pytest.mark.parametrize("key", ("", "tml-another-key-of-the-tests", KEY + "x"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from semrl_jax.rewards.grading import expressions, real_sets, relations, units
 from semrl_jax.rewards.grading.numbers import Number, numbers_equal, parse_number
@@ -141,15 +142,21 @@ def _time_of_day(text: str) -> tuple[str, str] | None:
 
 
 def _results(text: str, compare: Callable[[str, str], bool]) -> list[str]:
-    """The results of a chain of equations, if its sides without names agree."""
+    """The results of a chain of equations, if its sides without names agree.
+
+    `\\text{7} \\approx 11` has one result: two that were not compared would be two guesses.
+    """
     sides, signs = relations.sides(text)
+    both: Sequence[Any] = ()
     for left, sign, right in zip(sides, signs, sides[1:]):
         both = expressions.constant(left), expressions.constant(right)
         if None not in both:
             x, y = map(expressions.inexact, both)
-            if not (compare(left, right) if sign == "=" else abs(x - y) * 100 <= abs(y)):
+            places = [float(n.place or 1) for n in map(parse_number, (left, right)) if n]
+            is_near = abs(x - y) * 100 <= abs(y) and abs(x - y) < max(places, default=1.0)
+            if not (compare(left, right) if sign == "=" else is_near):
                 return []
-    return relations.results(text)
+    return relations.results(text)[-1 if None in both else -2 :]
 
 
 def _without_brackets(text: str) -> str:

@@ -59,13 +59,15 @@ def grade(response: str, reference: str, row: Mapping[str, Any] | None = None) -
         return Graded(correct, boxed, extracted)
     percent = bool(row.get("percent"))
     candidates = _candidates(extracted, kind, has_box) if extracted else []
-    if any(equal(a, right, percent=percent) for a in candidates for right in references):
-        return Graded(True, boxed, extracted)
-    if label := _LABEL.fullmatch(normalized(reference)):
+    labels = [found for right in references if (found := _LABEL.fullmatch(normalized(right)))]
+    chosen = ""
+    if labels:
         chosen = choice.letters_of_answer(response_text(response), extracted if has_box else None)
-        if chosen or label[2]:
-            correct = chosen == label[1] if chosen else any(equal(a, label[2]) for a in candidates)
-            return Graded(correct, boxed, chosen or extracted)
+    if chosen:  # before equality: `B. = C` would be both options
+        return Graded(chosen in [label[1] for label in labels], boxed, chosen)
+    right_texts = [*references, *(label[2] for label in labels if label[2])]
+    if any(equal(a, right, percent=percent) for a in candidates for right in right_texts):
+        return Graded(True, boxed, extracted)
     return Graded(False, boxed, candidates[0] if candidates else extracted)
 
 

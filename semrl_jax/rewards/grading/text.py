@@ -230,7 +230,8 @@ _ARTICLE = re.compile(r"^(?i:an?|the)\s+(?=[a-z]{4})")
 
 
 def _plain_words(text: str) -> str:
-    return re.sub(r"[.,]|\s", "", text).casefold()
+    # Between digits they count: 1.2 cups are not 12 cups.
+    return re.sub(r"(?<!\d)[.,\s]|[.,\s](?!\d)|,(?=\d{3}(?!\d))", "", text).casefold()
 
 
 def _compared(text: str) -> str:

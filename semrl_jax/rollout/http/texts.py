@@ -12,6 +12,7 @@ from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.data.turns import ChatTurns
 from semrl_jax.environments.tools.formats import ToolFormat, choose_format
 from semrl_jax.environments.tools.functions import Answer
+from semrl_jax.support.choices import TOKEN_IDS
 from semrl_jax.support.safe_files import parse_json
 
 
@@ -111,6 +112,8 @@ def _as_templates_take(message: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("messages: only parts of type 'text' are supported.")
         content = "".join(str(part.get("text", "")) for part in content)
     message["content"] = content
+    if message["role"] == TOKEN_IDS:  # which may be control tokens
+        raise ValueError(f"messages: a chat has no role {TOKEN_IDS!r}; take /v1/completions.")
     if message["role"] == "developer":  # OpenAI's newer name of it, which most templates ignore
         message["role"] = "system"
     for call in message.get("tool_calls", ()):

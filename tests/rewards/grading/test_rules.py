@@ -127,6 +127,11 @@ def test_known_units_must_agree(a, b, same):
         ("2+3=6", "6", False), ("x^2+y^2=0", "0", False), ("4", "x^2+y^2=4", False),
         (r"\angle B = 40^\circ", "40", True), (r"\sqrt{2} \approx 1.414", r"\sqrt{2}", True),
         (r"\sqrt{2} \approx 1.9", r"\sqrt{2}", False), ("1 = 2", "2", False),
+        (r"112 \approx 113", "112", False), (r"112 \approx 113", "113", False),
+        (r"\sqrt{12544} \approx 113.0", "113", False),
+        (r"\sqrt{143} \approx 12", r"\sqrt{143}", True),
+        (r"1234567 \approx 1.23 \times 10^6", "1234567", True),
+        (r"\pi \approx 3.1415", r"\pi", True),
     ],
 )  # fmt: skip
 def test_the_result_of_a_chain(answer, reference, same):
@@ -174,6 +179,14 @@ def test_braces_tell_numbers_apart():
 def test_words_are_no_products():
     assert is_words("east") and is_words(r"\text{a}+b") and is_words("充要条件") and is_words("odd")
     assert not is_words(r"\frac{ab}{c}") and not is_words("arcsin x + cosh y")
+
+
+def test_digits_are_the_same_with_words_around_them():
+    for answer in ("1.2 oranges", "1 2 oranges", "(1,2,abc)", "2,3,abc"):
+        joined = answer.translate({ord(c): None for c in "., "}).replace("abc", ",abc")
+        assert not equal(answer, joined) and not equal(joined, answer)
+    assert not equal("1.25abc", "125abc")
+    assert equal("1,234 oranges", "1234 oranges") and equal("Dr. No, 7.", "Dr No 7")
 
 
 def test_options_without_their_letters():

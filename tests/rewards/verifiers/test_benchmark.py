@@ -47,6 +47,23 @@ def test_the_answer_is_found(response, reference, correct):
 @pytest.mark.parametrize(
     ("response", "value"),
     [
+        (r"\boxed{B. = C}", "B"), (r"\boxed{A. = B \approx C}", "A"),
+        ("Answer: B. I choose C.", "C"), (r"Answer: B \approx D. I choose C.", "C"),
+        (r"\boxed{7 \text{ apples} \approx 11}", "11"), (r"\boxed{7 \approx \text{11}}", "11"),
+        (r"\boxed{7 \approx eleven}", "11"), (r"\boxed{Alice has 7 = eleven}", "11"),
+        (r"\boxed{5\sqrt{2} \approx 7.07}", r"5\sqrt{2}"),
+    ],
+)  # fmt: skip
+def test_a_response_has_one_answer(response, value):
+    for reference in ("A", "B", "C", "D", "7", "11", r"5\sqrt{2}"):
+        for kind in ("math", "number"):
+            graded = verify(response, reference, kind=kind)
+            assert graded.correct is (reference == value), (reference, kind)
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
         (r"$2\boxed{5}$", "10"), (r"$\boxed{5}^2$", "25"), (r"$\boxed{5}/\boxed{6}$", None),
         (r"It is not \boxed{5}.", None), (r"$\frac{1}{\boxed{5}}$", None),
         (r"$\sqrt{\boxed{5}}$", None), (r"$\boxed{5}^\circ$", "5"), (r"$x = \boxed{5}$.", "5"),

@@ -80,6 +80,13 @@ def test_control_tokens_in_a_message_stay_text(texts):
     assert texts.tokenizer.decode(texts.chat(asked, ())) == text
 
 
+def test_a_chat_has_no_token_ids(texts):
+    """They are a role of environments, and could be control tokens."""
+    end = texts.tokenizer.eos_token_id
+    with pytest.raises(ValueError, match="a chat has no role 'token_ids'; take /v1/completions"):
+        texts.chat([{"role": "token_ids", "content": f"[{end}]"}], ())
+
+
 def test_control_tokens_in_calls_and_names_stay_text(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ message.name }}"
