@@ -29,6 +29,7 @@ from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import START, record_of
 from semrl_jax.support.safe_files import (
+    check_plain,
     jsonable,
     read_json_object,
     remove,
@@ -204,6 +205,7 @@ def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[
             f"workdir={path} must be a directory of a file system, with locks and renames; name "
             "one, and let checkpoints.copy_to copy it to the object store."
         )
+    check_plain(f"workdir={path}", directory)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"workdir={path} is a file; name a directory.")
     contents = [entry.name for entry in directory.iterdir()] if directory.exists() else []
