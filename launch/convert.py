@@ -144,10 +144,13 @@ def restored_policy(
     """The parameters of a valid checkpoint, and what `save_merged` needs in addition to them."""
     from semrl_jax import models
     from semrl_jax.runs.adapters import restore_policy
+    from semrl_jax.runs.policies import check_model
 
     config = models.load_config(model, family)
+    policy = models.Policy(config)
+    check_model(folder.parents[1], policy, model)
     print(f"reading {folder}", flush=True)
-    return restore_policy(folder, models.Policy(config), model), config, model
+    return restore_policy(folder, policy, model), config, model
 
 
 def read_directory(
