@@ -75,6 +75,7 @@ def test_flags_override_fields(parse):
         (["--port=x"], "--port=x must be a whole number."),
         (["--responses=2"], "--responses=2 must be a whole number of at least 3."),
         (["--port"], "--port has no value; give --port=VALUE."),
+        (["--workdir=~/run"], "--workdir=~/run: the shell leaves ~ as it is after =, so this"),
         (["--prot=1"], "--prot is unknown; did you mean --port?"),
         (["--confg.seed=1"], "--confg.seed is unknown; did you mean --config.seed?"),
         (["--port", "--config.seed=1"], "--port has no value: '--config.seed=1' after it is a fla"),
