@@ -83,6 +83,11 @@ def run(
             code = 1
         else:
             raise
+    except RuntimeError as error:
+        if "Unable to initialize backend" not in str(error):  # of JAX
+            raise
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        message, code = f"JAX_PLATFORMS={platforms!r}: {error}", EXIT_USER_ERROR
     except KeyboardInterrupt:
         code = 130
     if message is not None:

@@ -229,3 +229,9 @@ def test_a_path_that_cannot_be_looked_up_is_one_line():
     done = run("launch.convert", f"--source={'a' * 5000}", "--target=unused")
     assert_one_line(done, "aaa: File name too long; name another path.")
     assert len(done.stderr) < 500
+
+
+def test_a_platform_that_is_not_there_is_one_line(tmp_path):
+    flags = f"--config={ROOT}/configs/quickstart.py", f"--workdir={tmp_path}/run", "--dry_run"
+    done = run("launch.train", *flags, env={"JAX_PLATFORMS": "nowhere"})
+    assert_one_line(done, "JAX_PLATFORMS='nowhere,cpu': Unable to initialize backend")
