@@ -83,6 +83,11 @@ def run(
             code = 1
         else:
             raise
+    except RuntimeError as error:
+        if "Unable to initialize backend" not in str(error):  # of JAX
+            raise
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        message, code = f"JAX_PLATFORMS={platforms!r}: {error}", EXIT_USER_ERROR
     except KeyboardInterrupt:
         code = 130
     if message is not None:
@@ -336,6 +341,11 @@ def _check_values() -> None:
     """Raises UserError for a flag without a value: absl would use the next flag as its value."""
     for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
         name = argument.lstrip("-")
+        if re.match(r"--?[\w.]+=~(/|$)", argument):
+            raise UserError(
+                f"{argument}: the shell leaves ~ as it is after =, so this would be a directory "
+                "named ~ here; write $HOME, or a blank in place of =."
+            )
         takes_one = name in flags.FLAGS and not flags.FLAGS[name].boolean
         if argument.startswith("-") and takes_one and not following and argument == sys.argv[-1]:
             raise UserError(f"--{name} has no value; give --{name}=VALUE.")

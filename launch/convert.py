@@ -25,7 +25,7 @@ from absl import flags
 from launch import cli
 from semrl_jax.support.choices import DTYPES
 from semrl_jax.support.errors import UserError
-from semrl_jax.support.safe_files import read_json_object
+from semrl_jax.support.safe_files import check_plain, read_json_object
 
 if TYPE_CHECKING:  # mistakes and --help need no JAX
     from semrl_jax import models
@@ -144,10 +144,13 @@ def restored_policy(
     """The parameters of a valid checkpoint, and what `save_merged` needs in addition to them."""
     from semrl_jax import models
     from semrl_jax.runs.adapters import restore_policy
+    from semrl_jax.runs.policies import check_model
 
     config = models.load_config(model, family)
+    policy = models.Policy(config)
+    check_model(folder.parents[1], policy, model)
     print(f"reading {folder}", flush=True)
-    return restore_policy(folder, models.Policy(config), model), config, model
+    return restore_policy(folder, policy, model), config, model
 
 
 def read_directory(
@@ -274,6 +277,7 @@ def import_parameters(source: pathlib.Path, target: pathlib.Path, family: str) -
     from semrl_jax.runs.checkpoint_files import save_params
 
     print(f"reading {source}", flush=True)
+    check_plain(f"--target={target}", target)
     config = models.load_config(source, family)
     params = models.load_params(source, config)
     staging = target.with_name(target.name + ".writing")

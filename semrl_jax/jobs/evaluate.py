@@ -13,6 +13,7 @@ import operator
 import pathlib
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_collections
@@ -56,7 +57,13 @@ from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.types import Rollout, SamplingParams, distribution_of
 
 REWARD_MODEL = MetricKey("reward_model")
-Judge = Callable[[Scored], Scored]
+
+
+class Judge(NamedTuple):
+    """A reward model."""
+
+    judged: Callable[[Scored], Scored]  # adds its scores to the metrics of responses
+    identity: Mapping[str, str] = MappingProxyType({})  # of its weights and tokenizer
 
 
 class Call(NamedTuple):
@@ -189,7 +196,7 @@ def _evaluate_model(
                 environments=environments,
             )
         )
-        judged = _reward_model(inference, problems)
+        judge = _reward_model(inference, problems)
         evaluator = Evaluator(
             config=config,
             problems=problems,
@@ -201,15 +208,15 @@ def _evaluate_model(
         )
         _check_plans(evaluator)
         for source, directory in directories.items():
-            yield _evaluate_policy(source, directory, inference, evaluator, judged, reporter, stop)
+            yield _evaluate_policy(source, directory, inference, evaluator, judge, reporter, stop)
 
 
 def _reward_model(inference: Inference, problems: Sequence[data.PromptExample]) -> Judge:
-    """Adds the score of `evaluation.reward_model` to the metrics of responses, if there is one."""
+    """The model of `evaluation.reward_model`; without one, nothing is added."""
     config, mesh = inference.config, inference.mesh
     files = _find_reward_model(config, inference.policy, inference.tokenizer, mesh, problems)
     if files is None:
-        return lambda items: items
+        return Judge(lambda items: items)
     scorer = Scorer.load(files, config, mesh)
 
     def judged(items: Scored) -> Scored:
@@ -225,7 +232,10 @@ def _reward_model(inference: Inference, problems: Sequence[data.PromptExample]) 
         scores = scorer.scores(items, batch)
         return items.with_metrics({REWARD_MODEL: Measurement(scores, np.isfinite(scores))})
 
-    return judged
+    identity = {"reward model": models.weights_sample(files.directory)}
+    if files.texts:
+        identity["texts of the reward model"] = files.texts.identity
+    return Judge(judged, identity)
 
 
 def _find_reward_model(
@@ -277,7 +287,7 @@ def _evaluate_policy(
     directory: ResultDirectory,
     inference: Inference,
     evaluator: Evaluator,
-    judged: Judge,
+    judge: Judge,
     reporter: Reporter,
     stop: StopRequest,
 ) -> Evaluated:
@@ -286,7 +296,9 @@ def _evaluate_policy(
     digest = inference.load(source)
     benchmarks = evaluator.benchmarks
     directory.check(
-        request_of(config, "evaluation.reward_model", *_of_texts(config)) | {"weights": digest},
+        request_of(config, "evaluation.reward_model", *_of_texts(config))
+        | {"weights": digest}
+        | judge.identity,
         {
             name: _identity(benchmark, evaluator, inference)
             for name, benchmark in benchmarks.items()
@@ -308,7 +320,7 @@ def _evaluate_policy(
     def sample(call: Call, arrived: Callable[[Rollout], None]) -> Part:
         places = range(call.first, call.last)
         in_benchmark = [(call.benchmark, place) for place in places]
-        items = judged(evaluator.sample(in_benchmark, call.plan, arrived))
+        items = judge.judged(evaluator.sample(in_benchmark, call.plan, arrived))
         lists = evaluator.samples(call.benchmark, places, call.plan, items)
         files = {}
         if items.mean_states is not None:
@@ -416,8 +428,9 @@ def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) 
     options = evaluator.settings.get(benchmark.name, {})
     verifier = config.evaluation.verifier or options.get("verifier", "")
     fields = () if verifier else ("function", "functions", "mode", "unboxed_penalty")
-    limits = {}
+    limits, has_rows = {}, takes_rows(config, {benchmark.name: options})
     if (opening := opening_of(problems[0].columns)) is not None:
+        has_rows = True
         fields = ("failure_score",)
         limits = {"environment.name": opening.environment} | {
             f"environment.{field}": config.environment[field]
@@ -429,6 +442,8 @@ def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) 
             inference.tokenizer, problems[0].template, config.data.add_special_tokens
         ),
         "problems": data.dataset_hash(data.PromptDataset(problems)),
+        # Other columns may change, and are only there if another benchmark needs them.
+        **({"columns": data.columns_hash(data.PromptDataset(problems))} if has_rows else {}),
         **plan._asdict(),
         "verifier": verifier,
         "evaluation.run_programs": any(runs_programs(config, problem) for problem in problems),

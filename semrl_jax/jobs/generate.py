@@ -30,7 +30,14 @@ from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
 from semrl_jax.support import response_files
 from semrl_jax.support.console import Reporter
 from semrl_jax.support.errors import UserError
-from semrl_jax.types import DISTRIBUTION, HiddenStateParams, Rollout, SampleRequest, distribution_of
+from semrl_jax.types import (
+    DISTRIBUTION,
+    HiddenStateParams,
+    Rollout,
+    SampleRequest,
+    config_hash,
+    distribution_of,
+)
 
 RECORD = "generation.json"
 GRADER_OPTIONS = ("timeout_s", "num_workers", "memory_limit_gib")  # of config.rewards
@@ -287,6 +294,8 @@ def settings_of(
     return request_of(config, *FIELDS) | {
         "prompts": data.dataset_hash(prompts),
         "columns": data.columns_hash(prompts),
+        # They number the responses and seed them: rows that are left out count too.
+        "rows of the prompts": config_hash({"rows": [e.index for e in prompts.examples]}),
         "logprobs": contents.logprobs,
         "hidden_states": vars(contents.states) if contents.states else {},
     }

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from semrl_jax import data
@@ -65,7 +66,7 @@ class Tally:
         """A row per group; for several groups, one over all responses."""
         table = Table("group", "responses", "correct", "mean score", "errors")
         for group in sorted(self._totals):
-            table.add_row(group or "all", *self._cells([group]))
+            table.add_row(escape(group or "all"), *self._cells([group]))
         if len(self._totals) > 1:
             table.add_row("all", *self._cells(list(self._totals)))
         return table

@@ -168,8 +168,16 @@ class Sweep:
         self._signal = 0
 
     def check(self, planned: Sequence[Planned]) -> None:
-        """Makes the dry run of one seed of each new variant; UserError of the first that fails."""
-        first = {run.variant: run for run in reversed(planned) if not run.workdir.exists()}
+        """Makes the dry run of one seed of each variant; UserError of the first that fails.
+
+        A finished run is not started again, so only this finds that it had other settings. One that
+        is there and not finished says so itself.
+        """
+        first = {
+            run.variant: run
+            for run in reversed(planned)
+            if run.is_finished or not run.workdir.exists()
+        }
         for run in reversed(first.values()):
             command = [*self._command, *self._slots[0], *run.flags(), "--dry_run"]
             done = subprocess.run(command, capture_output=True, text=True)

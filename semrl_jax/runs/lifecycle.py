@@ -202,9 +202,10 @@ def _train(
     first_step, num_steps = int(state.step), config.training.num_steps
     announce(run, first_step)
     if first_step > num_steps:
-        raise UserError(
-            f"training.num_steps={num_steps} is less than the {first_step} finished; raise it."
-        )
+        given = f"num_steps={num_steps}"
+        if epochs := config.training.num_epochs:
+            given = f"num_epochs={epochs} gives {num_steps} steps, which"
+        raise UserError(f"training.{given} is less than the {first_step} finished; raise it.")
     run.begin_rows(first_step)
     try:
         with reporter.bar("train", num_steps, "steps", done=first_step) as bar:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import ml_collections
 from jax.sharding import Mesh
 
-from semrl_jax import models
+from semrl_jax import data, models
 from semrl_jax.models.of_config import starting_params
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
-from semrl_jax.support.errors import UserError
+from semrl_jax.support.errors import UserError, prefixed
 from semrl_jax.support.run_directory import START, distinct_names, record_of, run_of, setting_of
+from semrl_jax.support.safe_files import read_json_object
 
 
 class PolicySource(NamedTuple):
@@ -43,6 +44,8 @@ class PolicySource(NamedTuple):
                 self._load_adapter(policy)
         elif problem := checkpoint_problem(self.checkpoint):
             raise UserError(f"checkpoint {self.checkpoint} cannot be used: {problem}.")
+        else:
+            check_model(self.checkpoint.parents[1], policy, self.model)
 
     def params(self, policy: models.Policy, mesh: Mesh | None = None) -> models.Params:
         """The weights on the mesh, or on the host or the default device; raises as `check`."""
@@ -162,4 +165,29 @@ def model_of(directory: pathlib.Path) -> pathlib.Path:
     path = setting_of(directory, "model", "path")
     if not isinstance(path, str):
         raise UserError(f"{directory} is not a run: its config.json has no model.path.")
-    return models.find_directory(path or str(directory / "warm_start"))
+    if not path:
+        return models.find_directory(directory / "warm_start")
+    with prefixed(
+        f"{directory} began with model.path={path!r}; bring it back, or start this command in the "
+        "directory where the run was started"
+    ):
+        return models.find_directory(path)
+
+
+def check_model(run: pathlib.Path, policy: models.Policy, model: pathlib.Path) -> None:
+    """UserError if the model that a run began with has another architecture or tokenizer now."""
+    if model.absolute().is_relative_to(run.absolute()):
+        return  # nobody else writes there
+    try:
+        recorded = read_json_object(run / "inputs.json")
+    except FileNotFoundError:  # of launch.convert, or older
+        return
+    tokenizer = data.load_tokenizer(model)
+    found = {"architecture": policy.config.hash, "tokenizer": data.tokenizer_hash(tokenizer)}
+    for name, value in found.items():
+        if recorded.get(name, value) != value:
+            raise UserError(
+                f"the run in {run} began with another {name} than {model} has (see inputs.json); "
+                "restore the model, or start this command in the directory where the run was "
+                "started."
+            )

@@ -21,14 +21,15 @@ from configs.default import get_config
 from semrl_jax.cluster import find_place
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.runs.copies import RESTORING, find_copy, restore
-from semrl_jax.runs.forks import ANSWERS, Fork, find_fork, write_fork
+from semrl_jax.runs.copies import ANSWERS, CHECKPOINTS, RESTORING, find_copy, restore
+from semrl_jax.runs.forks import Fork, find_fork, write_fork
 from semrl_jax.settings.config import known_settings
 from semrl_jax.settings.moved import REMOVED, with_present_names
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.run_directory import START, record_of
 from semrl_jax.support.safe_files import (
+    check_plain,
     jsonable,
     read_json_object,
     remove,
@@ -42,6 +43,7 @@ IN_CHECKPOINTS = (
 )  # fmt: skip
 OPTIONS = "optimizer.options."  # of which a run records only those that it has
 GIVEN = "given"  # rows and functions that a program gave to the run
+DIRECTORIES = (CHECKPOINTS, ANSWERS, "rollouts", "records", "tensorboard")  # maybe linked elsewhere
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
 
 
@@ -204,9 +206,16 @@ def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[
             f"workdir={path} must be a directory of a file system, with locks and renames; name "
             "one, and let checkpoints.copy_to copy it to the object store."
         )
+    check_plain(f"workdir={path}", directory)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"workdir={path} is a file; name a directory.")
     contents = [entry.name for entry in directory.iterdir()] if directory.exists() else []
+    for name in DIRECTORIES:
+        if name in contents and not (directory / name).is_dir():
+            raise UserError(
+                f"workdir={path}: {directory / name} must be a directory, and is a file or a link "
+                "to a place that is not there; bring the place back, or remove it."
+            )
     if RESTORING in contents:
         return ()
     if "config.json" in contents:

@@ -104,7 +104,7 @@ class Reporter:
         """Shows a bar over `total` units, if bars are shown."""
         bar_width = BAR_WIDTH if self._console.width >= LINE_WIDTH else SMALL_BAR_WIDTH
         progress = rich_progress.Progress(
-            rich_progress.TextColumn("{task.description}"),
+            rich_progress.TextColumn("{task.description}", markup=False),  # maybe a directory
             rich_progress.BarColumn(bar_width=bar_width),
             rich_progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
             rich_progress.TextColumn("{task.fields[pace]}"),

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -69,6 +70,18 @@ def check_regular(file: str | os.PathLike[str]) -> None:
     """UserError if the file is not a regular one: opening a pipe would wait for a writer."""
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise UserError(f"{file} is no regular file.")
+
+
+def check_plain(field: str, directory: pathlib.Path) -> None:
+    """UserError for a directory in which no checkpoint can be: Orbax takes its path as a pattern.
+
+    Orbax would find none of the arrays that it has written there, or those of another directory.
+    """
+    if found := re.search(r"[*?\[\\]", str(directory)):
+        raise UserError(
+            f"{field}: checkpoints cannot be read again in {directory}, because of the character "
+            f"{found[0]} in its path; name a directory without * ? [ and \\."
+        )
 
 
 @contextlib.contextmanager

@@ -5,8 +5,15 @@ import json
 import pytest
 
 from configs import default
-from semrl_jax import models
-from semrl_jax.jobs.generate import MAX_STATE_BYTES, Contents, calls_of, check_layers, generate
+from semrl_jax import data, models
+from semrl_jax.jobs.generate import (
+    MAX_STATE_BYTES,
+    Contents,
+    calls_of,
+    check_layers,
+    generate,
+    settings_of,
+)
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams
@@ -58,6 +65,17 @@ def test_layers_beyond_the_model_are_refused():
     check_layers(HiddenStateParams((-1, 0, 3)), ARCHITECTURE)
     with pytest.raises(UserError, match="--hidden_states has 4; choose from 0 to 3"):
         check_layers(HiddenStateParams((1, 4)), ARCHITECTURE)
+
+
+def test_a_row_that_is_left_out_numbers_the_others(tmp_path):
+    file, settings = tmp_path / "q.jsonl", []
+    for start in ("", "{\n", ""):
+        file.write_text(start + json.dumps({"question": "1+1=", "answer": 2}) + "\n")
+        prompts = data.load_prompts(file, data.character_tokenizer(), skip_bad_rows=True)
+        settings.append(settings_of(tiny_config(), prompts, Contents()))
+    assert settings[0] == settings[2]
+    different = {name for name, value in settings[0].items() if settings[1][name] != value}
+    assert different == {"rows of the prompts"}
 
 
 def test_parts_that_a_killed_command_left_behind_its_responses_are_removed(tmp_path):

@@ -1,11 +1,13 @@
 """Grading of responses that are in a file."""
 
+import io
 import json
 import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from semrl_jax.jobs.score import Fields, Tally, _batches, check_file, check_rows, score
 from semrl_jax.rewards import Verdict, VerifierPool
@@ -79,6 +81,14 @@ def test_a_tally_of_many_rows_is_small():
         ("b", "5000", "2500 (50.00%)", "1.0000", "none"),
         ("all", "10000", "2500 (25.00%)", "0.7500", "none"),
     ]
+
+
+def test_a_group_may_have_any_name():
+    tally, out = Tally(), io.StringIO()
+    for group in ("[easy]", "[/hard]", ""):
+        tally.add(group, Verdict(1.0, True, False, None))
+    Console(file=out, width=100).print(tally.table())
+    assert all(group in out.getvalue() for group in ("[easy]", "[/hard]"))
 
 
 def test_a_reference_in_float32_has_its_own_digits(tmp_path):

@@ -136,6 +136,19 @@ def test_a_wrong_setting_of_one_run_lets_the_others_save(tmp_path):
     assert runs[0].workdir.with_suffix(".saved").exists()
 
 
+def test_a_finished_run_with_other_settings_is_refused(tmp_path):
+    sweep = Sweep([], [[]], Reporter(quiet=True))
+    # In the place of the dry run of launch.train, which compares the settings.
+    sweep._command = [sys.executable, "-c", "raise SystemExit(' '.join(__import__('sys').argv))"]
+    runs = plan(variants_of([], ["my: a.b=2"]), [0, 1], tmp_path, 7)
+    for run in runs:
+        (run.workdir / "checkpoints" / "7").mkdir(parents=True)
+    sweep.check(runs)  # they go on, and compare the settings themselves
+    for run in runs:
+        run.log.write_text("done: 7 steps\n")
+    assert "seed0 --config.a.b=2 --config.seed=0 --dry_run" in refused("my: ", sweep.check, runs)
+
+
 # Waits to be asked to end; without that, it ends as if it had failed.
 WAITS = """
 import signal, sys, time

@@ -75,6 +75,7 @@ def test_flags_override_fields(parse):
         (["--port=x"], "--port=x must be a whole number."),
         (["--responses=2"], "--responses=2 must be a whole number of at least 3."),
         (["--port"], "--port has no value; give --port=VALUE."),
+        (["--workdir=~/run"], "--workdir=~/run: the shell leaves ~ as it is after =, so this"),
         (["--prot=1"], "--prot is unknown; did you mean --port?"),
         (["--confg.seed=1"], "--confg.seed is unknown; did you mean --config.seed?"),
         (["--port", "--config.seed=1"], "--port has no value: '--config.seed=1' after it is a fla"),
@@ -228,3 +229,9 @@ def test_a_path_that_cannot_be_looked_up_is_one_line():
     done = run("launch.convert", f"--source={'a' * 5000}", "--target=unused")
     assert_one_line(done, "aaa: File name too long; name another path.")
     assert len(done.stderr) < 500
+
+
+def test_a_platform_that_is_not_there_is_one_line(tmp_path):
+    flags = f"--config={ROOT}/configs/quickstart.py", f"--workdir={tmp_path}/run", "--dry_run"
+    done = run("launch.train", *flags, env={"JAX_PLATFORMS": "nowhere"})
+    assert_one_line(done, "JAX_PLATFORMS='nowhere,cpu': Unable to initialize backend")

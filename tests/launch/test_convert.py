@@ -271,3 +271,9 @@ def test_the_command_tells_mistakes_in_one_line(tmp_path):
     result = run("launch.convert", f"--source={tmp_path / 'nothing'}", "--target=x")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1 and "is not a directory" in result.stderr
+
+
+def test_no_checkpoint_is_made_where_it_could_not_be_read(made, tmp_path):
+    target = tmp_path / "of[1]"
+    refused(r"--target=.* because of the character \[", convert, made[0] / "warm_start", target)
+    assert list(tmp_path.iterdir()) == []

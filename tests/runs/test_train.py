@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -108,6 +109,14 @@ def test_a_run_writes_all_files_that_tools_read(warm_run):
     refused("num_steps=2 is less than the 3 finished", train, config, str(workdir))
     assert (workdir / "metrics.jsonl").read_bytes() == before
     assert (workdir / "config.json").exists()
+
+
+def test_too_few_epochs_are_named(config):
+    run = SimpleNamespace(workdir=SimpleNamespace(path="", changed=()), reporter=Reporter())
+    opened = SimpleNamespace(run=run, first_state=lambda: SimpleNamespace(step=3))
+    config.training.update(num_epochs=1, num_steps=2)  # which the data gave
+    message = r"training\.num_epochs=1 gives 2 steps, which is less than the 3 finished"
+    refused(message, next, lifecycle._train(config, opened))
 
 
 @pytest.mark.slow

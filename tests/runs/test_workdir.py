@@ -249,3 +249,21 @@ def test_a_run_starts_where_there_is_no_git(monkeypatch):
     assert len(versions()["git"]) in (0, 40)
     monkeypatch.setenv("PATH", "")
     assert versions()["git"] == "" and versions()["jax"]
+
+
+@pytest.mark.parametrize("name", ["lr=[1e-3]", "all*", "what?", r"a\b"])
+def test_a_path_that_orbax_takes_as_a_pattern_is_refused(config, tmp_path, name):
+    for directory in (tmp_path / name, tmp_path / name / "run"):
+        message = "cannot be read again in .* name a directory without"
+        assert name in refused(message, open_workdir, str(directory), config)
+    assert everything_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "rollouts"])
+def test_a_directory_on_a_disk_that_is_not_there_is_named(config, tmp_path, name):
+    disk, run = tmp_path / "disk", tmp_path / "run"
+    open_workdir(str(run), config).close()
+    (run / name).symlink_to(disk)
+    refused(rf"{name} must be a directory, .* bring the place back", open_workdir, str(run), config)
+    disk.mkdir()
+    open_workdir(str(run), config).close()

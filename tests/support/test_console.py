@@ -81,6 +81,13 @@ def test_the_bar_shows_the_phase_and_the_program_that_compiles(terminal, monkeyp
             assert "update" in line and "sample" not in line and "compiling" not in line
 
 
+def test_a_bar_may_have_any_name(terminal):
+    reporter, output = terminal
+    with reporter.bar("runs[/b]", 3, "steps") as bar:
+        bar.advance()
+    assert "runs[/b]" in output.getvalue()
+
+
 def test_the_line_of_a_step_fits_a_terminal():
     scalars = {
         "reward/correct": 0.9999,
