@@ -46,7 +46,7 @@ class Tally:
     """Counts verdicts by group."""
 
     def __init__(self):
-        # By group: number, sum of scores, number of correct ones. A file may have many millions.
+        # Number, sum of scores and number of correct ones by group. A file may have many millions.
         self._totals: dict[str, tuple[int, float, int]] = {}
         self._errors: dict[str, collections.Counter[str]] = collections.defaultdict(
             collections.Counter

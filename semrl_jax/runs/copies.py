@@ -360,7 +360,7 @@ class Copies:
         """Copies the files of the run, then a checkpoint, and removes what need not be kept."""
         there = self._store.sizes()
         self._claim(there)
-        # Answers that no checkpoint here needs; that of the copy may, until it has a newer one.
+        # No checkpoint here needs these answers; the one in the copy may, until a newer one is there.
         needless = [
             name
             for name in there

@@ -123,7 +123,7 @@ def test_no_scorer_executes_an_answer(entry, tmp_path):
 
 
 def test_a_problem_that_is_made_otherwise_here_is_scored_by_its_reference():
-    """As by another PYTHONHASHSEED: this data set draws from a set of terms."""
+    """Another PYTHONHASHSEED does so, because this data set draws from a set of terms."""
     (problem,) = procedural.held_out_problems(procedural.sources(["polynomial_multiplication"]), 1)
     shown = problem._replace(answer="6*x**3 - 2*x")
     assert verdict(shown, "6*x**3 - 2*x").score == 1.0
