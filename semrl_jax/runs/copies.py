@@ -360,7 +360,7 @@ class Copies:
         """Copies the files of the run, then a checkpoint, and removes what need not be kept."""
         there = self._store.sizes()
         self._claim(there)
-        # No checkpoint here needs these answers; the one in the copy may, until a newer one is there.
+        # No checkpoint here needs these answers; one in the copy may, until a newer one is there.
         needless = [
             name
             for name in there
