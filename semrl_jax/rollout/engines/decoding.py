@@ -263,18 +263,9 @@ def count_prompts(
 def prompt_logprobs(
     params: Params, states: Float[Array, "N P 1 D"], token_ids: Int[Array, "N P"], *, policy: Policy
 ) -> Float[Array, "N P"]:
-    """The log-probability of each token of a prompt after those before it; 0 of the first column.
-
-    One prompt at a time: the logits of all would need V times the memory of the tokens.
-    """
-
-    def of_prompt(row):
-        states, ids = row
-        logits = policy.logits(params, states[:-1, 0]).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
-        return jnp.pad(chosen - jax.nn.logsumexp(logits, axis=1), (1, 0))
-
-    return jax.lax.map(of_prompt, (states, token_ids))
+    """The log-probability of each prompt token after those before it; 0 of the first column."""
+    found, _ = policy.token_logprobs(params, states[:, :-1, 0], token_ids[:, 1:])
+    return jnp.pad(found, ((0, 0), (1, 0)))
 
 
 @compiled_once

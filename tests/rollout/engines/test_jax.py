@@ -8,12 +8,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import tokenizers
 import transformers
 
@@ -494,6 +496,32 @@ def finished(call):
     while not call.done:
         rollouts |= {rollout.sample_id: rollout for rollout in call.step()}
     return rollouts
+
+
+def test_log_probabilities_of_a_long_prompt_need_no_logits_of_all_its_tokens(policy, params):
+    def intermediates(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (math.prod(out.aval.shape) for out in equation.outvars)
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                yield from intermediates(inner)
+
+    def traced(policy, params, num_columns):
+        inputs = ((2, num_columns, 1, CONFIG.hidden_size), "f4"), ((2, num_columns), "i4")
+        shapes = [jax.ShapeDtypeStruct(*each) for each in inputs]
+        return decoding.prompt_logprobs.trace(params, *shapes, policy=policy)
+
+    wide = models.Policy(dataclasses.replace(CONFIG, vocab_size=256_000))
+    jaxpr = traced(wide, jax.eval_shape(wide.init, jax.random.key(0)), 32_768).jaxpr
+    assert max(intermediates(jaxpr.jaxpr)) < 256_000 * 256  # not times 32,768
+    random = np.random.default_rng(0)
+    states = random.normal(size=(2, 9, 1, CONFIG.hidden_size)).astype(np.float32)
+    ids = random.integers(0, 31, (2, 9)).astype(np.int32)
+    found = decoding.prompt_logprobs(params, states, ids, policy=policy)
+    logits = np.stack([policy.logits(params, row) for row in states[:, :-1, 0]])
+    logprobs = scipy.special.log_softmax(logits, axis=-1)
+    expected = np.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found[:, 1:], expected, atol=1e-5)
+    assert not found[:, 0].any()
 
 
 @pytest.mark.slow
