@@ -524,6 +524,33 @@ def test_log_probabilities_of_a_long_prompt_need_no_logits_of_all_its_tokens(pol
     assert not found[:, 0].any()
 
 
+def test_a_prefill_has_few_tokens_and_all_slots_are_filled(policy, params, monkeypatch):
+    """Of 64 prompts of 32,768 tokens at once, the features of 7B would take 79 GB each."""
+    shapes, real = [], decoding.prefill_and_insert
+
+    def spy(params, slots, token_ids, *arguments, **options):
+        shapes.append(token_ids.shape)
+        return real(params, slots, token_ids, *arguments, **options)
+
+    monkeypatch.setattr(decoding, "prefill_and_insert", spy)
+    num_active = spied_chunks(monkeypatch, lambda slots: int(slots.active.sum()))
+    sampling = SamplingParams(8, temperature=1.0)
+
+    def sample():
+        call = make_call(policy, params, make_requests(12, 1), sampling, max_batch=8)
+        return finished(call)
+
+    expected, whole = sample(), list(num_active)
+    assert max(shapes) == (8, 16)
+    shapes.clear(), num_active.clear()
+    monkeypatch.setattr(decoding, "MAX_PREFILL_TOKENS", 2 * 16 + 5, raising=False)
+    monkeypatch.setattr(type(policy), "tokens_per_read", 200)  # as on an accelerator
+    found = sample()
+    assert set(shapes) == {(2, 16)} and len(shapes) == 6
+    assert num_active == whole
+    assert_same_samples(found, expected)
+
+
 @pytest.mark.slow
 def test_finished_responses_stop_costing(policy, params, monkeypatch):
     """The decode batch shrinks with the running responses, which changes no token."""
