@@ -998,7 +998,10 @@ class DecodingCall:
             if response.matcher:
                 num_kept = response.matcher.feed(chunk.token_ids[slot, :num_new].tolist())
                 is_stopped, num_new = num_kept is not None, num_kept or num_new
-            response.pieces.append(tuple(array[slot, :num_new] for array in chunk))
+            own = Chunk(*(array[slot, :num_new] for array in chunk))
+            # Copies: views would hold the states of all slots until the longest response ends.
+            large = {name: getattr(own, name).copy() for name in ("hidden_states", "experts")}
+            response.pieces.append(own._replace(**large))
             response.num_tokens += num_new
             if self._call.on_tokens:
                 ids = response.pieces[-1][0].tolist()

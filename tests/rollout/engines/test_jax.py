@@ -524,6 +524,17 @@ def test_log_probabilities_of_a_long_prompt_need_no_logits_of_all_its_tokens(pol
     assert not found[:, 0].any()
 
 
+def test_a_long_response_holds_no_states_of_others(policy, params):
+    """The states of 64 responses of 32,768 tokens and width 3584 take 15 GB on the host."""
+    states = HiddenStateParams((-1,), "float32")
+    call = GenerateCall(tuple(make_requests()), SamplingParams(8), states, VERSION)
+    call = decoding.DecodingCall(policy, jax.device_put(params), call, max_batch=64, chunk=4)
+    call.step()
+    for response in filter(None, call._running):
+        (piece,) = response.pieces
+        assert piece[4].shape == (4, 1, CONFIG.hidden_size) and piece[4].base is None
+
+
 def test_a_prefill_has_few_tokens_and_all_slots_are_filled(policy, params, monkeypatch):
     """Of 64 prompts of 32,768 tokens at once, the features of 7B would take 79 GB each."""
     shapes, real = [], decoding.prefill_and_insert
