@@ -204,6 +204,7 @@ def update_sizes(
         dtype=config.model.compute_dtype,
         fsdp=mesh.shape["fsdp"],
         tensor=mesh.shape["tensor"],
+        expert=mesh.shape["expert"],
     )
 
 
