@@ -144,6 +144,7 @@ class Dispatcher:
         self._num_engine_failures = 0
         self._num_aborts: collections.Counter[str] = collections.Counter()
         self._deadline = time.monotonic() + self._waits.generate_timeout_s
+        self._stall_s = self._waits.stall_timeout_s  # twice as long after each stall
 
     def run(self) -> Iterator[Rollout]:
         """Yields every requested response once, as `RolloutClient.generate` describes."""
@@ -429,12 +430,14 @@ class Dispatcher:
 
     def _check_clocks(self, last_report: float) -> float:
         """Ends stalled calls and checks the deadline; returns the time of the last report."""
-        now = time.monotonic()
+        now, limit_s = time.monotonic(), self._stall_s
         for stream in list(self._streams):
             silent_s = stream.silent_s(now)
-            if silent_s > self._waits.stall_timeout_s and stream in self._streams:
+            if silent_s > limit_s and stream in self._streams:
                 self._cancel(stream)
-                error = f"no message for {silent_s:.1f} s"
+                # It may be at work on a long response: the next attempt has more time for it.
+                self._stall_s = 2 * limit_s
+                error = f"no message for {silent_s:.1f} s; see rollout.stall_timeout_s"
                 self._set_aside(stream, error, wait_s=self._waits.stall_timeout_s)
         if now > self._deadline:
             raise RuntimeError(
@@ -448,7 +451,7 @@ class Dispatcher:
             return now
         self._waits.progress(
             f"waiting for {len(self._pending)} responses from {self._awaited(now)};{self._view()} "
-            f"a silent replica is given up after {self._waits.stall_timeout_s:g} s, the call in "
+            f"a silent replica is given up after {self._stall_s:g} s, the call in "
             f"{self._deadline - now:.0f} s"
         )
         return now
