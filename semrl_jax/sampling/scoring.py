@@ -281,6 +281,7 @@ def score_and_measure(
     """
     started = []
     held: collections.deque[tuple[list[Future[Measured]], int]] = collections.deque()
+    num_held = 0  # bytes
     for rollout in rollouts:
         response = decode(rollout)
         reference = references[rollout.group_id]
@@ -300,9 +301,12 @@ def score_and_measure(
             turns = submit_turns(measurer, rollout, *of_final)
             if not keep_states:
                 held.append(([*metrics.values(), *turns], rollout.num_state_bytes))
-        while sum(num_bytes for _, num_bytes in held) > MAX_HELD_BYTES:
+                num_held += rollout.num_state_bytes
+        while num_held > MAX_HELD_BYTES:
             measurer.flush()
-            wait(held.popleft()[0])
+            measured, num_bytes = held.popleft()
+            wait(measured)
+            num_held -= num_bytes
         if not keep_states:
             rollout = dataclasses.replace(rollout, hidden_states=None)
         started.append((rollout, response, reference, verdict, metrics, turns))
