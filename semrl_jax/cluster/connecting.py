@@ -16,6 +16,7 @@ from semrl_jax.support.rounding import next_power_of_two
 
 KEY_BYTES = 32
 MIN_GATHERED_BYTES = 2**16
+MAX_GATHERED_BYTES = 2**28  # of all processes in one collective, which every device holds
 
 
 def connect(coordinator: str, *, progress: Callable[[str], None], **timeouts_s: float) -> Peers:
@@ -50,15 +51,21 @@ def gather_bytes(peers: Processes, phase: str, data: bytes) -> list[bytes]:
     """Returns the data of every process, by process; every process must call it.
 
     They go over the mesh, or through process 0 for another thread than the main one. The sizes are
-    exchanged first, so that a missing process is named before the collective.
+    exchanged first, so that a missing process is named before the collective. A few processes may
+    have all the data, so it goes in parts: each has room for as much of every process.
     """
     if peers.count == 1:
         return [data]
     if isinstance(peers, Channel):
         return peers.gather_bytes(phase, data)
     sizes = peers.gather(phase, len(data))
-    padded = np.zeros(max(next_power_of_two(max(sizes)), MIN_GATHERED_BYTES), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    size = min(next_power_of_two(max(sizes)), MAX_GATHERED_BYTES // peers.count)
+    size = max(size, MIN_GATHERED_BYTES)
+    parts: list[list[bytes]] = [[] for _ in sizes]
     with peers.phase(phase):
-        rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [row[:length].tobytes() for row, length in zip(rows, sizes)]
+        for start in range(0, max(sizes), size):
+            own = np.frombuffer(data[start : start + size], np.uint8)
+            rows = multihost_utils.process_allgather(np.pad(own, (0, size - len(own))))
+            for part, row, length in zip(parts, np.asarray(rows), sizes):
+                part.append(row[: max(length - start, 0)].tobytes())
+    return [b"".join(part) for part in parts]

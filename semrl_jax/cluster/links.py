@@ -41,7 +41,7 @@ class Link:
 
     def send(self, message: dict[str, Any]) -> None:
         """Queues a message. If the other end is gone, only the reader gets the error."""
-        self._outgoing.put(json.dumps(message).encode())
+        send_all([self], message)
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """Yields messages as they arrive; OSError or EOFError when the connection ends."""
@@ -62,6 +62,13 @@ class Link:
                 continue
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(item)
+
+
+def send_all(links: Iterable[Link], message: dict[str, Any]) -> None:
+    """`Link.send` to several. The message is encoded once: it may have tens of megabytes."""
+    data = json.dumps(message).encode()
+    for link in links:
+        link._outgoing.put(data)
 
 
 def flush(links: Iterable[Link]) -> None:

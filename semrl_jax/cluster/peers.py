@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from semrl_jax.cluster.links import Link, Listener, call, flush
+from semrl_jax.cluster.links import Link, Listener, call, flush, send_all
 from semrl_jax.support.errors import UserError
 
 EXIT_MISTAKE = 2
@@ -167,9 +167,7 @@ class Peers:
         self._send_all({"phase": self._phase, "phase_s": time.monotonic() - self._phase_began})
 
     def _send_all(self, message: dict[str, Any], but: int | None = None) -> None:
-        for link in list(self._links.values()):
-            if link.index != but:
-                link.send(message)
+        send_all([link for link in list(self._links.values()) if link.index != but], message)
 
     def _accept(self, listener: Listener, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

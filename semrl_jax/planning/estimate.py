@@ -234,7 +234,8 @@ def _replica(
     number = memory.width(weight_dtype(config))
     if embedded:
         own = [device for device in mesh.devices.flat if device.process_index == 0]
-        shape = configured_mesh(config, architecture, own).shape
+        engine = configured_mesh(config, architecture, own)
+        shape, parts = engine.shape, memory.cache_parts(architecture, engine)
         cards, copies = shape["tensor"], processes * shape["replica"]
         most, room = rollout.jax_max_batch // shape["replica"], math.inf
     elif replica_nodes or rollout.engine == "vllm":
@@ -244,13 +245,14 @@ def _replica(
                 f"rollout.vllm_tensor_parallelism={cards} must be at most {where.per_node}."
             )
         copies = replica_nodes * (where.per_node // cards) or processes
+        parts = min(cards, architecture.num_kv_heads)
         room = rollout.vllm_gpu_memory_utilization * chip.hbm_bytes
     else:
         return None
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
     weights = number * memory.num_parameters(architecture) / cards
-    keys = architecture.num_kv_heads / min(cards, architecture.num_kv_heads)
-    per_token = 2 * number * architecture.num_layers * keys * architecture.head_dim
+    heads = architecture.num_kv_heads / parts
+    per_token = 2 * number * architecture.num_layers * heads * architecture.head_dim
     per_response = per_token * (prompt + response)
     count = -(-config.training.responses_per_step // copies)
     fitting = min(most, count, (room - weights) / per_response)

@@ -204,6 +204,7 @@ def update_sizes(
         dtype=config.model.compute_dtype,
         fsdp=mesh.shape["fsdp"],
         tensor=mesh.shape["tensor"],
+        expert=mesh.shape["expert"],
     )
 
 
@@ -235,8 +236,15 @@ def memory_parts(
         of_prompt = longest_prompt(config) if rollout.branching else rollout.max_prompt_tokens
         columns = prompts * (of_prompt + group * rollout.max_response_tokens)
         parts[REPLICA] = size / engine.shape["tensor"]
-        parts[CACHE] = width(config.model.compute_dtype) * keys * columns / engine.size
+        number = width(config.model.compute_dtype)
+        parts[CACHE] = number * keys * columns / shards / cache_parts(architecture, engine)
     return parts
+
+
+def cache_parts(architecture: models.DecoderConfig, engine: Mesh) -> int:
+    """How many devices share a cache of the JAX engine: heads that do not divide stay whole."""
+    tensor = engine.shape["tensor"]
+    return 1 if architecture.num_kv_heads % tensor else tensor
 
 
 def peak_parts(

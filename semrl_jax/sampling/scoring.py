@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ml_collections
@@ -13,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from semrl_jax.metrics.measurements import Measurement, Metrics, joined
-from semrl_jax.metrics.measurer import Measured, Measurer, join_layers
+from semrl_jax.metrics.measurer import MAX_HELD_BYTES, Measured, Measurer, join_layers
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards.verdict import episode_verdict
@@ -271,7 +272,7 @@ def score_and_measure(
       verifier: None: no response is graded; all verdicts are `UNGRADED`. An episode has the
         verdict of its environment.
       measurer: measures the hidden states of its layers; None: `metrics` stay as the replica sent
-        them.
+        them. No response is taken while more than MAX_HELD_BYTES wait for it.
       step_ends: the tokens in which steps of a response end; None: rewards of steps are ignored.
       failure_score: of an episode whose environment failed.
       keep_states: whether to keep the hidden states in memory after measuring.
@@ -279,6 +280,8 @@ def score_and_measure(
       clock: times the wait for verdicts after the last response.
     """
     started = []
+    held: collections.deque[tuple[list[Future[Measured]], int]] = collections.deque()
+    num_held = 0  # bytes
     for rollout in rollouts:
         response = decode(rollout)
         reference = references[rollout.group_id]
@@ -296,6 +299,14 @@ def score_and_measure(
         if measurer is not None:
             of_final = states[FINAL_LAYER], metrics[FINAL_LAYER]
             turns = submit_turns(measurer, rollout, *of_final)
+            if not keep_states:
+                held.append(([*metrics.values(), *turns], rollout.num_state_bytes))
+                num_held += rollout.num_state_bytes
+        while num_held > MAX_HELD_BYTES:
+            measurer.flush()
+            measured, num_bytes = held.popleft()
+            wait(measured)
+            num_held -= num_bytes
         if not keep_states:
             rollout = dataclasses.replace(rollout, hidden_states=None)
         started.append((rollout, response, reference, verdict, metrics, turns))

@@ -128,9 +128,12 @@ class Layout:
         return found
 
     def responses(
-        self, shards: Mapping[int, Float[np.ndarray, "M r U D"]]
+        self, shards: Mapping[int, Sequence[Float[np.ndarray, "r U D"]]]
     ) -> dict[int, Float[np.ndarray, "_ D"]]:
-        """Views of the values of each response, which has a slot, in these shards, by index."""
+        """Views of the values of each response, which has a slot, in these shards, by index.
+
+        A shard has the values of its M micro-batches.
+        """
         _, num_rows, num_slots = self.rows.sources.shape
         rows_of_shard = num_rows // len(self.shard_tokens)
         found = {}
@@ -140,7 +143,7 @@ class Layout:
             micro, row = divmod(row, num_rows)
             shard, row = divmod(row, rows_of_shard)
             if shard in shards:
-                found[index] = shards[shard][micro, row, first : first + len(own)]
+                found[index] = shards[shard][micro][row, first : first + len(own)]
         return found
 
     def scalars(self) -> dict[str, float]:

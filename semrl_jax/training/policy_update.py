@@ -30,6 +30,8 @@ from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values,
 from semrl_jax.training.trainee import Frozen, Inputs, MiniBatch
 from semrl_jax.types import RolloutBatch
 
+MAX_STATE_BYTES = 2**30  # of hidden states that a program leaves on a device
+
 
 class TokenPass(NamedTuple):
     """What a forward pass computes of B responses; 0 at padding, None unless asked for."""
@@ -93,14 +95,34 @@ def batch_logprobs(
         with_states=with_states,
         with_entropies=with_entropies,
     )
-    inputs = params, plan.put(layout.rows), np.int32(layout.num_micro)
-    parts = parts_of(layout.num_micro, params, plan.mesh)
-    found = total(side_by_side(program, [(*inputs, part) for part in parts]))
-    in_batch = functools.partial(to_batch, index=layout.slots, sharding=replicated(plan.mesh))
+    size, num_rows, num_slots = layout.rows.sources.shape  # micro-batches of a program: all
+    if with_states:
+        width = policy.config.hidden_size * jnp.dtype(policy.compute_dtype).itemsize
+        most = MAX_STATE_BYTES // (num_rows // plan.num_shards * num_slots * width)
+        size = min(size, max(most, 1))
+
+    def passed(first: int) -> RowPass:
+        num_micro, places = min(layout.num_micro - first, size), range(first, first + size)
+        rows = jax.tree.map(lambda leaf: np.take(leaf, places, axis=0, mode="clip"), layout.rows)
+        inputs = params, plan.put(rows), np.int32(num_micro)
+        parts = parts_of(num_micro, params, plan.mesh)
+        found = total(side_by_side(program, [(*inputs, part) for part in parts]))
+        return found._replace(states=own_rows(found.states, plan.mesh)) if with_states else found
+
+    found = [passed(first) for first in range(0, layout.num_micro, size)]
+
+    def in_batch(values: list[Float[Array, "M R U"]]) -> Float[Array, "B T"]:
+        values = jnp.concatenate(values) if len(values) > 1 else values[0]
+        return to_batch(values, layout.slots, sharding=replicated(plan.mesh))
+
+    shards = {
+        shard: [micro for each in found for micro in each.states[shard]]
+        for shard in (found[0].states if with_states else ())
+    }
     return TokenPass(
-        in_batch(found.logprobs),
-        in_batch(found.entropies) if with_entropies else None,
-        layout.responses(own_rows(found.states, plan.mesh)) if with_states else None,
+        in_batch([each.logprobs for each in found]),
+        in_batch([each.entropies for each in found]) if with_entropies else None,
+        layout.responses(shards) if with_states else None,
     )
 
 

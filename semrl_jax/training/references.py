@@ -60,7 +60,8 @@ class Remote:
         Each of several processes asks for a part of the sequences, and all get the result. Each
         sequence is a program of its own, so that no number depends on the order of arrival.
         """
-        own = list(_asked(batch))[peers.index :: peers.count]
+        sequences = list(_asked(batch))
+        own = sequences[peers.index :: peers.count]
         tiles = Tiles(
             vocabulary_axis=0,
             temperature=temperature,
@@ -69,12 +70,13 @@ class Remote:
         )
         dtype = jnp.dtype(self.policy.compute_dtype)
 
-        def compute() -> Float[np.ndarray, "B T"]:
-            found = np.zeros(batch.response_mask.shape, np.float32)
+        def compute() -> Float[np.ndarray, " N"]:
+            """Of the own sequences, one after the other."""
+            found = [np.zeros(0, np.float32)] * (len(own) + 1)
             matrix = jax.device_put(self.matrix, jax.local_devices()[0]).astype(dtype)
             asked = [sequence.token_ids[:-1] for sequence in own]
             for number, states in self.final_states(asked) if own else ():
-                row, columns, ids, places = own[number]
+                _, _, ids, places = own[number]
                 size = max(next_power_of_two(len(places)), MIN_BUCKET)
                 wanted = np.zeros((size, states.shape[1]), states.dtype)
                 wanted[: len(places)] = states[places - 1]
@@ -83,12 +85,16 @@ class Remote:
                 with device_lock:
                     states = jnp.asarray(wanted, dtype)
                     logprobs = np.asarray(_of_states(states, of_tokens, matrix, tiles=tiles))
-                found[row, columns] = logprobs[: len(places)]
-            return found
+                found[number] = logprobs[: len(places)]
+            return np.concatenate(found)
 
-        found = run_phase(peers, "ref_logprobs", compute)
-        parts = gather_bytes(peers, "ref_logprobs", found.tobytes())
-        return sum(np.frombuffer(part, np.float32).reshape(found.shape) for part in parts)
+        computed = run_phase(peers, "ref_logprobs", compute)
+        found = np.zeros(batch.response_mask.shape, np.float32)
+        for first, part in enumerate(gather_bytes(peers, "ref_logprobs", computed.tobytes())):
+            values = np.frombuffer(part, np.float32)
+            for row, columns, *_ in sequences[first :: peers.count]:
+                found[row, columns], values = np.split(values, [len(columns)])
+        return found
 
 
 class _Asked(NamedTuple):

@@ -50,6 +50,7 @@ def update_parts(
     dtype: str = "float32",
     fsdp: int = 1,
     tensor: int = 1,
+    expert: int = 1,
 ) -> dict[str, float | int]:
     """Bytes that an update holds on one device in addition to the state and its gradients.
 
@@ -60,7 +61,8 @@ def update_parts(
       num_rows, num_columns: size of a micro-batch on the device.
       num_slots: response tokens of the micro-batch.
       dtype: of the computation. A CPU computes with float32 copies.
-      fsdp, tensor: sizes of the mesh's axes. Over `fsdp`, kernels are gathered for their products.
+      fsdp, tensor, expert: sizes of the mesh's axes. Over `fsdp`, kernels are gathered for their
+        products.
     """
     number = 2 if dtype == "bfloat16" and platform != "cpu" else 4
     width, vocabulary = architecture.hidden_size, architecture.vocab_size / tensor
@@ -72,12 +74,15 @@ def update_parts(
     attention = 0 if in_blocks else 2 * architecture.num_heads / tensor * num_columns
     products = 2 * inner  # of a feed-forward layer, which "dots" keeps
     whole = 7 * width + 4 * queries + 5 * keys + 4 * inner + attention
+    kernels = 3 * width * inner
     if experts := architecture.experts:
         # Each token has one row per expert, and their blocks a quarter more. "dots" computes the
         # experts again.
         of_experts = 1.25 * experts.experts_per_token * (3 * width + 4 * experts.intermediate_size)
         products = experts.num_experts
         whole += of_experts + 2 * experts.num_experts - 4 * inner
+        kernels = 3 * width * experts.intermediate_size / tensor * experts.num_experts / expert
+        kernels += width * experts.num_experts  # of the router
     dots = 3 * width + queries + 2 * keys + products
     kept = {"full": width, "dots": dots, "none": whole}[remat]
     working = 0 if remat == "none" else whole
@@ -88,6 +93,6 @@ def update_parts(
         "logits": 16 * min(num_slots * vocabulary, logits_at_once(platform)),
     }
     if fsdp > 1:  # two layers, the output matrix, and its float32 gradient, which is summed whole
-        layer = 2 * width * queries + 2 * width * keys + 3 * width * inner
+        layer = 2 * width * queries + 2 * width * keys + kernels
         parts["gathered"] = number * 2 * layer + (number + 4) * vocabulary * width
     return parts

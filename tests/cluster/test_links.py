@@ -5,6 +5,7 @@ import multiprocessing
 import socket
 import threading
 import time
+import types
 
 import pytest
 
@@ -126,3 +127,13 @@ def test_process_that_reads_nothing_does_not_block_the_sender():
     link.send({"last": 1})
     flush([link])
     assert theirs.poll(0) and theirs.recv_bytes() == b'{"last": 1}'
+
+
+def test_a_message_to_all_is_encoded_once():
+    """Process 0 sends what all have gathered, tens of megabytes, to hundreds of processes."""
+    sent, peers = [], Peers()
+    connection = types.SimpleNamespace(send_bytes=sent.append)
+    peers._links = {index: Link(index, "fake", connection) for index in (1, 2, 3)}
+    peers._send_all({"round": 1}, but=2)
+    flush(peers._links.values())
+    assert sent == [b'{"round": 1}'] * 2 and sent[0] is sent[1]

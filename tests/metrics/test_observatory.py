@@ -177,6 +177,20 @@ def test_alignment_and_drift_of_two_sets():
     assert tuple(metrics.drift(x_padded, broken, mask)) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("num_rows", [5, 12])  # below and above both widths
+def test_cka_of_long_responses_needs_no_square_of_tokens(num_rows):
+    """Two float64 matrices of 32,768 x 32,768 would have 17 GB."""
+    x, y = (np.random.default_rng(i).normal(size=(num_rows, 7 + i)) for i in (0, 1))
+    found = metrics.linear_cka(x, y, np.ones(num_rows, bool))
+    np.testing.assert_allclose(found, oracle.linear_cka(x, y), rtol=1e-6)
+    if num_rows > 8:
+        shapes = [jax.ShapeDtypeStruct((32_768, 8), "f4")] * 2
+        text = str(
+            jax.make_jaxpr(metrics.linear_cka)(*shapes, jax.ShapeDtypeStruct((32_768,), bool))
+        )
+        assert "[32768,8]" in text and "[8,8]" in text and "[32768,32768]" not in text
+
+
 @pytest.mark.parametrize("width", [4, 30])  # fewer dimensions than rows, and more
 def test_lidar_of_ragged_classes(width):
     rng = np.random.default_rng(3)

@@ -109,6 +109,17 @@ def test_what_leaves_a_node():
     assert pairs["times_s"]["ici_async"] == pytest.approx(sent / 450e9)
 
 
+@pytest.mark.parametrize(("tensor", "heads"), [(2, 1), (4, 2)])
+def test_a_cache_whose_heads_do_not_divide_is_whole_on_each_card(tensor, heads):
+    """Qwen2.5-1.5B has two; with four cards, each has the keys and values of both."""
+    settings = {"model.path": "Qwen/Qwen2.5-1.5B", "rollout.jax_tensor_parallelism": tensor}
+    decode = estimated("h100:1x8", **settings)["programs"]["decode"]
+    slots, per_token = 128, 2 * 2 * 28 * heads * 128
+    assert decode["bytes"]["cache, or new weights"] == slots * LENGTH * per_token
+    read = decode["bytes"]["engine weights"] + slots * (PROMPT + RESPONSE / 2) * per_token
+    assert decode["times_s"]["hbm"] == pytest.approx(2 * RESPONSE * read / 3350e9)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_an_engine_on_the_cards_of_the_trainer_takes_turns_with_it(lag):
     settings = {"rollout.jax_data_parallelism": -1, "rollout.max_staleness": lag}

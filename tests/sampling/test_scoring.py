@@ -16,6 +16,7 @@ from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.measurer import MAX_GROUP, Measured, Measurer
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
+from semrl_jax.sampling import scoring
 from semrl_jax.sampling.batch_scalars import batch_scalars
 from semrl_jax.sampling.requests import Draw
 from semrl_jax.sampling.scoring import UNGRADED, Scored, score_and_measure
@@ -56,6 +57,42 @@ def score(rollouts, num_threads=2, layers=(-1,), **options):
             measurer=measurer,
             **options,
         )
+
+
+def test_states_that_are_not_measured_yet_are_limited(monkeypatch):
+    """A step of 512 responses of 32,768 tokens and width 8192 would hold 275 GB."""
+    monkeypatch.setattr(scoring, "MAX_HELD_BYTES", 5 * 128, raising=False)
+    held, most, pool = [0], [0], concurrent.futures.ThreadPoolExecutor(1)
+
+    class Slow(Measurer):
+        def __init__(self):
+            self.layers, self.waiting = (-1,), []
+
+        def submit(self, states):
+            held[0] += 1
+            most[0] = max(most[0], held[0])
+            self.waiting.append(concurrent.futures.Future())
+            return self.waiting[-1]
+
+        def flush(self):
+            waiting, self.waiting = self.waiting, []
+            pool.submit(self.measure, waiting)
+
+        def measure(self, waiting):
+            for future in waiting:
+                held[0] -= 1
+                future.set_result(Measured({}, np.zeros((1, 16), np.float32)))
+
+    one = dataclasses.replace(make_rollouts(1)[0], response_ids=np.zeros(1, np.int32))
+    one = dataclasses.replace(
+        one, hidden_states=np.zeros((1, 2, 16), np.float32), response_mask=np.ones(1, bool)
+    )
+    rollouts = [dataclasses.replace(one, sample_index=index) for index in range(20)]
+    with pool:
+        found = score_and_measure(
+            rollouts, decode=str, references={0: ""}, verifier=None, measurer=Slow()
+        )
+    assert len(found) == 20 and most[0] <= 6  # of 128 bytes each
 
 
 def test_the_wait_for_verdicts_is_timed():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.training import references
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.policy_update import batch_logprobs
 from semrl_jax.training.references import References, Remote
@@ -52,6 +54,33 @@ def test_states_of_replicas_give_the_log_probabilities_of_the_pass(tied, dtype, 
     found = remote_of(policy, params, order).logprobs(batch, temperature=0.7, **options)
     assert found.dtype == np.float32 and (found != 0).tolist() == batch.response_mask.tolist()
     np.testing.assert_allclose(found, known, atol=2e-6 if dtype == "float32" else 0.05)
+
+
+def test_a_process_sends_the_log_probabilities_of_its_own_sequences(monkeypatch):
+    """Hundreds of processes that each sent values for all tokens would fill every memory."""
+    policy = models.Policy(CONFIG)
+    batch = batch_of(PROMPTS, RESPONSES)
+    remote = remote_of(policy, policy.init(jax.random.key(0)))
+    options = {"temperature": 0.7, "device_lock": contextlib.nullcontext()}
+    sent = []
+
+    def gather(peers, phase, data):
+        sent.append(data)
+        return sent if len(sent) == peers.count else sent + [b""] * (peers.count - len(sent))
+
+    monkeypatch.setattr(references, "gather_bytes", gather)
+    for index in (0, 1):
+        peers = types.SimpleNamespace(
+            index=index,
+            count=2,
+            phase=lambda phase: contextlib.nullcontext(),
+            gather=lambda phase, value: [value] * 2,
+        )
+        with contextlib.suppress(ValueError) if index == 0 else contextlib.nullcontext():
+            found = remote.logprobs(batch, peers=peers, **options)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(found, remote.logprobs(batch, peers=Peers(), **options))
+    assert [len(data) // 4 for data in sent] == [4, 2]  # tokens of the policy
 
 
 def test_a_prompt_has_the_reference_of_its_source():

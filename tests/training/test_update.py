@@ -18,6 +18,7 @@ from semrl_jax.algorithms import grpo, importance_weights, token_weights
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models.attention import BRANCHES
 from semrl_jax.support import programs
+from semrl_jax.training import policy_update
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
@@ -378,6 +379,32 @@ def mixture_of(num_layers):
         "qwen3_moe", vocab_size=VOCAB + 1, hidden_size=32, intermediate_size=32,
         num_layers=num_layers, num_heads=2, num_kv_heads=1, head_dim=16,
     )  # fmt: skip
+
+
+def test_a_pass_leaves_few_states_on_the_devices(monkeypatch):
+    """Of 512 responses of 32,768 tokens and width 3584, they would have 120 GB."""
+    policy, params, batch, _ = make_case()
+    options = {"policy": policy, "temperature": 0.8, "plan": plan_of(PLANS["two rows"])}
+    options |= {"with_states": True, "with_entropies": True}
+    sizes, program = [], policy_update.row_logprobs
+
+    def seen(*arguments, **settings):
+        found = program(*arguments, **settings)
+        sizes.append(len(found.states))
+        return found
+
+    monkeypatch.setattr(policy_update, "row_logprobs", seen)
+    monkeypatch.setattr(programs, "num_side_by_side", lambda mesh: 1)
+    whole = batch_logprobs(params, batch, **options)
+    (num_micro,) = sizes
+    sizes.clear()
+    layout = lay_out(batch, options["plan"], policy.attention_columns)
+    of_micro = 4 * layout.rows.sources[0].size * whole.states[0].shape[1]
+    monkeypatch.setattr(policy_update, "MAX_STATE_BYTES", 2 * of_micro, raising=False)
+    found = batch_logprobs(params, batch, **options)
+    assert num_micro == 5 and sizes == [2, 2, 2]
+    assert_near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-6)
+    jax.tree.map(assert_near, whole, found)
 
 
 # 3 and 2 micro-batches for 2 cores.

@@ -36,13 +36,20 @@ def linear_cka(
 
 
 def _alignment(first: Rows, second: Rows) -> Float[Array, ""]:
-    grams = []
+    both = []
     for rows in (first, second):
         states = rows.states.astype(jnp.float64)
         if states.shape[0]:
             states = anchor(rows._replace(states=states), states.shape[0])
-        grams.append(symmetric_product(states))
+        both.append(states)
+    x, y = both
     product = functools.partial(jnp.sum, dtype=jnp.float64)
+    if x.shape[0] > max(x.shape[1], y.shape[1]):  # of long responses, a T x T matrix has gigabytes
+        grams = [symmetric_product(states.T) for states in both]
+        common = product(jnp.matmul(x.T, y, precision=jax.lax.Precision.HIGHEST) ** 2)
+    else:
+        grams = [symmetric_product(states) for states in both]
+        common = product(grams[0] * grams[1])
     size = jnp.sqrt(product(grams[0] ** 2) * product(grams[1] ** 2))
-    value = product(grams[0] * grams[1]) / jnp.where(size > 0, size, 1.0)
+    value = common / jnp.where(size > 0, size, 1.0)
     return jnp.where(first.finite & second.finite, value, 0.0).astype(jnp.float32)

@@ -27,6 +27,7 @@ _ENGINE_FAILURES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 # With less, calls whose responses are only longer than others would often be asked for twice.
 _SLOW = 1.5
 _MAX_NAMED = 4  # replicas in a line about a wait
+_REQUEST_BYTES = 320  # of a request in a message, with the longest name, but for the prompt
 _STATUS_TIMEOUT_S = 1.0  # for a replica to say what it does, for such a line
 
 
@@ -59,6 +60,27 @@ def split_into_calls(
     ]
 
 
+def split_by_size(
+    requests: Sequence[SampleRequest], max_bytes: int | None
+) -> list[Sequence[SampleRequest]]:
+    """Consecutive parts of at most so many bytes in a message; None: there is no message."""
+    if max_bytes is None:
+        return [requests]
+    parts: list[list[SampleRequest]] = [[]]
+    num_bytes, prompts = 0, set()
+    for request in requests:
+        # A token id has at most 4 bytes on the wire, as in memory, and a prompt is sent once.
+        prompt = request.prompt_ids.tobytes()
+        size = _REQUEST_BYTES + len(prompt) * (prompt not in prompts)
+        if parts[-1] and num_bytes + size > max_bytes:
+            parts.append([])
+            num_bytes, prompts, size = 0, set(), _REQUEST_BYTES + len(prompt)
+        parts[-1].append(request)
+        num_bytes += size
+        prompts.add(prompt)
+    return parts
+
+
 @dataclasses.dataclass(eq=False)
 class _Unit:
     """Requests of one call, which may be asked for several times."""
@@ -82,7 +104,8 @@ class _Unit:
 class Dispatcher:
     """Hands out units to free replicas; others take over those of a replica that fails.
 
-    Without `groups_per_call`, every replica gets one unit of an equal part of the requests.
+    Without `groups_per_call`, every replica gets one unit of an equal part of the requests; or
+    several, if a message would be too large.
 
     Args:
       replicas: returns the present replicas; a sync within `resync` may change them.
@@ -121,6 +144,7 @@ class Dispatcher:
         self._num_engine_failures = 0
         self._num_aborts: collections.Counter[str] = collections.Counter()
         self._deadline = time.monotonic() + self._waits.generate_timeout_s
+        self._stall_s = self._waits.stall_timeout_s  # twice as long after each stall
 
     def run(self) -> Iterator[Rollout]:
         """Yields every requested response once, as `RolloutClient.generate` describes."""
@@ -163,11 +187,16 @@ class Dispatcher:
     def _divide(self) -> None:
         requests = self._call.requests
         if self._groups_per_call:
-            self._queue.extend(map(_Unit, split_into_calls(requests, self._groups_per_call)))
+            most = min(
+                (r.max_call_bytes for r in self._replicas() if r.max_call_bytes), default=None
+            )
+            for call in split_into_calls(requests, self._groups_per_call):
+                self._queue.extend(map(_Unit, split_by_size(call, most)))
         elif ready := self._serving():
             parts = split_by_group(requests, len(ready), self._homes)
             for number, (replica, part) in enumerate(zip(ready, parts)):
-                self._start(replica, _Unit(part))
+                for small in split_by_size(part, replica.max_call_bytes):
+                    self._start(replica, _Unit(small))
                 if self._call.keep:
                     self._homes |= dict.fromkeys((r.group_id for r in part), number)
         else:
@@ -263,7 +292,8 @@ class Dispatcher:
                 if not self._num_running(replica) and self._backlog:
                     share, *rest = split_by_group(self._backlog, len(usable))
                     self._backlog = [request for part in rest for request in part]
-                    self._start(replica, _Unit(share, is_again=True))
+                    for small in split_by_size(share, replica.max_call_bytes):
+                        self._start(replica, _Unit(small, is_again=True))
         while self._queue:
             free = [r for r in usable if self._num_running(r) < r.calls_at_once]
             if not free:
@@ -400,12 +430,14 @@ class Dispatcher:
 
     def _check_clocks(self, last_report: float) -> float:
         """Ends stalled calls and checks the deadline; returns the time of the last report."""
-        now = time.monotonic()
+        now, limit_s = time.monotonic(), self._stall_s
         for stream in list(self._streams):
             silent_s = stream.silent_s(now)
-            if silent_s > self._waits.stall_timeout_s and stream in self._streams:
+            if silent_s > limit_s and stream in self._streams:
                 self._cancel(stream)
-                error = f"no message for {silent_s:.1f} s"
+                # It may be at work on a long response: the next attempt has more time for it.
+                self._stall_s = 2 * limit_s
+                error = f"no message for {silent_s:.1f} s; see rollout.stall_timeout_s"
                 self._set_aside(stream, error, wait_s=self._waits.stall_timeout_s)
         if now > self._deadline:
             raise RuntimeError(
@@ -419,7 +451,7 @@ class Dispatcher:
             return now
         self._waits.progress(
             f"waiting for {len(self._pending)} responses from {self._awaited(now)};{self._view()} "
-            f"a silent replica is given up after {self._waits.stall_timeout_s:g} s, the call in "
+            f"a silent replica is given up after {self._stall_s:g} s, the call in "
             f"{self._deadline - now:.0f} s"
         )
         return now

@@ -32,12 +32,15 @@ _OPTIONS = (
 
 _MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds deadlines up
 _MAX_TEXT = 100  # characters kept of a text that is shown
+_SHARED_BYTES = 1 << 17  # of a call without its requests: ids and texts that end a response
 _HAND_OVER_S = 2.0  # longest wait for a replica to say that it is handed over
 _CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 
 
 class RemoteReplica(Replica):
     """A replica that is called over gRPC."""
+
+    max_call_bytes = codec.MAX_REQUEST_BYTES - _SHARED_BYTES
 
     def __init__(
         self,

@@ -134,6 +134,9 @@ class Responses(abc.ABC):
 class Replica(abc.ABC):
     """One replica as the client sees it."""
 
+    # Of the requests of a call, without what they share; None: no message carries them.
+    max_call_bytes: int | None = None
+
     def __init__(self, address: str, load: Load | None = None, field: str = ADDRESSES):
         self.address = address  # host:port, or another unique name
         self.field = field  # the setting that names it, for messages

@@ -71,6 +71,7 @@ MIN_BATCH = 4  # slots, and prompts of a prefill
 MIN_PROMPT_COLUMNS = 8  # of the cache
 SHORT_PROMPT = 32  # columns, up to which their number is a power of two
 MAX_PROMPT_STATE_BYTES = 2**30  # of prompt states on the device, per prefill
+MAX_PREFILL_TOKENS = 2**16  # of all prompts of a prefill, which has the features of all at once
 FIRST_RESPONSE_COLUMNS = 128  # of the cache; more when the responses need them
 MIN_END_TOKENS = 8  # smallest padded number of end tokens
 EXTENSION = 16  # tokens that a program adds to each slot; more are added in parts
@@ -263,18 +264,9 @@ def count_prompts(
 def prompt_logprobs(
     params: Params, states: Float[Array, "N P 1 D"], token_ids: Int[Array, "N P"], *, policy: Policy
 ) -> Float[Array, "N P"]:
-    """The log-probability of each token of a prompt after those before it; 0 of the first column.
-
-    One prompt at a time: the logits of all would need V times the memory of the tokens.
-    """
-
-    def of_prompt(row):
-        states, ids = row
-        logits = policy.logits(params, states[:-1, 0]).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
-        return jnp.pad(chosen - jax.nn.logsumexp(logits, axis=1), (1, 0))
-
-    return jax.lax.map(of_prompt, (states, token_ids))
+    """The log-probability of each prompt token after those before it; 0 of the first column."""
+    found, _ = policy.token_logprobs(params, states[:, :-1, 0], token_ids[:, 1:])
+    return jnp.pad(found, ((0, 0), (1, 0)))
 
 
 @compiled_once
@@ -817,23 +809,33 @@ class DecodingCall:
         free.sort(key=lambda row: row % (num_rows // self._num_shards))
         # Wait until a quarter of the slots is free: a prefill for each free slot costs more.
         num_responses = min(len(self._waiting), len(free) * group)
-        if num_responses < min(batch // 4, len(self._waiting)) or not num_responses:
+        if num_responses < min(batch // 4, len(self._waiting)):
             return
+        while free and self._waiting:
+            self._prefill_some(free)
+
+    def _prefill_some(self, free: list[int]) -> None:
+        """Prefills as many prompts as one program may have; takes their rows from the free ones."""
+        num_rows, group, batch = *self._arrangement, self._arrangement.batch
         rows: dict[bytes, int] = {}  # a prompt that several responses share is prefilled once
         # Limits the memory of the prompts' states and experts, counted in 32 bits.
         num_values = len(self._prompt_states.layers) * self._policy.config.hidden_size
         num_values += math.prod(_routing_shape(self._policy, self._call.routed_experts)[0])
         num_bytes = 4 * self._prompt_columns * num_values
-        max_prompts = max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_bytes else batch
+        max_prompts = MAX_PREFILL_TOKENS // self._prompt_columns
+        if num_bytes:
+            max_prompts = min(max_prompts, MAX_PROMPT_STATE_BYTES // num_bytes)
+        max_prompts = max(max_prompts, 1)
         source = np.full(num_rows, -1, np.int32)
         begins = np.zeros(batch, bool)
         keys = np.zeros((batch, 2), np.uint32)
-        for row in free:
-            prompt = self._waiting[0].prompt if self._waiting else None
-            if prompt is None or (prompt not in rows and len(rows) == max_prompts):
+        while free and self._waiting:
+            prompt = self._waiting[0].prompt
+            if prompt not in rows and len(rows) == max_prompts:
                 break
+            row = free.pop(0)
             source[row] = rows.setdefault(prompt, len(rows))
-            for slot in rows_of_slots[row]:
+            for slot in range(row * group, (row + 1) * group):
                 if not self._waiting or self._waiting[0].prompt != prompt:
                     break
                 response = self._running[slot] = self._waiting.popleft()
@@ -841,7 +843,7 @@ class DecodingCall:
                 response.matcher = self._new_matcher() if self._new_matcher else None
         # On accelerators a few rows cost little, and each number of rows compiles for seconds.
         least = num_rows // 4 if self._policy.tokens_per_read > 1 else 0
-        num_rows = next_power_of_two(max(len(rows), least, MIN_BATCH))
+        num_rows = next_power_of_two(max(len(rows), min(max(least, MIN_BATCH), max_prompts)))
         token_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
         segment_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
         for row, prompt in enumerate(rows):
@@ -996,7 +998,10 @@ class DecodingCall:
             if response.matcher:
                 num_kept = response.matcher.feed(chunk.token_ids[slot, :num_new].tolist())
                 is_stopped, num_new = num_kept is not None, num_kept or num_new
-            response.pieces.append(tuple(array[slot, :num_new] for array in chunk))
+            own = Chunk(*(array[slot, :num_new] for array in chunk))
+            # Copies: views would hold the states of all slots until the longest response ends.
+            large = {name: getattr(own, name).copy() for name in ("hidden_states", "experts")}
+            response.pieces.append(own._replace(**large))
             response.num_tokens += num_new
             if self._call.on_tokens:
                 ids = response.pieces[-1][0].tolist()

@@ -481,6 +481,16 @@ def test_hung_replica_is_given_up(world):
     assert hung.engine.num_closed == 1  # the call was cancelled there
 
 
+def test_a_response_that_takes_longer_than_the_limit_comes_at_the_next_attempt(world):
+    """32,768 tokens at 40 ms take 22 minutes. Every attempt was given up after 10."""
+    replica = world.replica(FakeScript(delay_s=1.4))
+    client = world.client(replica, stall_timeout_s=1.0, generate_timeout_s=6.0)
+    requests, sampling = make_requests(1, 1), SamplingParams(16)
+    assert_sampled(client, requests, sampling, version=sync(client))
+    assert client.counters["replica_failures"] == 1
+    assert any("see rollout.stall_timeout_s" in line for line in client.lines)
+
+
 def test_a_trainer_that_was_stopped_does_not_blame_its_replica(world, monkeypatch):
     client = world.client(world.replica(FakeScript(delay_s=2.6)), stall_timeout_s=1.5)
     version = sync(client)

@@ -1,16 +1,19 @@
 """The messages about a wait for responses."""
 
+import dataclasses
 import threading
 import time
 import types
 
+import numpy as np
 import pytest
 
 from semrl_jax.rollout.client.dispatch import Dispatcher, _Unit
 from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import Counters, Waits
-from semrl_jax.rollout.wire.codec import GenerateCall
+from semrl_jax.rollout.wire.codec import GenerateCall, encode_request
 from semrl_jax.support import compilation
+from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
 from tests.rollout.conftest import make_requests
 from tests.rollout.embedded import EmbeddedReplica
 from tests.rollout.fake_engine import FakeEngine
@@ -89,3 +92,34 @@ def test_a_response_does_not_look_at_all_requests_of_its_call():
     pending.clear()  # another call has sent the last one
     dispatcher._cancel_surplus(stream)
     assert cancelled == [stream]
+
+
+@pytest.mark.parametrize("groups_per_call", [0, 16])
+def test_calls_of_long_prompts_are_within_the_limit_of_a_message(monkeypatch, groups_per_call):
+    """A later turn of 1024 episodes of 32,768 tokens would have 100 MB, and 64 are taken."""
+    limit = 2**17
+    monkeypatch.setattr(RemoteReplica, "max_call_bytes", limit, raising=False)
+    random = np.random.default_rng(0)
+    requests = [
+        dataclasses.replace(request, prompt_ids=random.integers(2**18, 2**21, 4000, np.int32))
+        for request in make_requests(16, 2)
+    ]
+    # The responses of a last group share a prompt, which is sent once.
+    requests += [dataclasses.replace(each, group_id=99) for each in make_requests(1, 50)]
+    requests = [dataclasses.replace(each, sample_id=str(i)) for i, each in enumerate(requests)]
+    version = WeightVersion("run", "attempt", 0, "digest")
+    call = GenerateCall(tuple(requests), SamplingParams(8), HiddenStateParams(), version)
+    replica = RemoteReplica("127.0.0.1:1", "token", tls_ca=None)
+    replica.version = version
+    dispatcher = Dispatcher(
+        call, lambda: [replica], Counters(), Waits(), threading.Event(), groups_per_call, None, None
+    )
+    monkeypatch.setattr(
+        Dispatcher, "_start", lambda self, replica, unit: dispatcher._queue.append(unit)
+    )
+    dispatcher._divide()
+    replica.close()
+    units = [unit.requests for unit in dispatcher._queue]
+    assert [each for unit in units for each in unit] == requests
+    sizes = [encode_request(call._replace(requests=tuple(each))).ByteSize() for each in units]
+    assert max(sizes) < limit + 2**10 and len(units) == 5

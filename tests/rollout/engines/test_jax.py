@@ -8,12 +8,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import tokenizers
 import transformers
 
@@ -494,6 +496,70 @@ def finished(call):
     while not call.done:
         rollouts |= {rollout.sample_id: rollout for rollout in call.step()}
     return rollouts
+
+
+def test_log_probabilities_of_a_long_prompt_need_no_logits_of_all_its_tokens(policy, params):
+    def intermediates(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (math.prod(out.aval.shape) for out in equation.outvars)
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                yield from intermediates(inner)
+
+    def traced(policy, params, num_columns):
+        inputs = ((2, num_columns, 1, CONFIG.hidden_size), "f4"), ((2, num_columns), "i4")
+        shapes = [jax.ShapeDtypeStruct(*each) for each in inputs]
+        return decoding.prompt_logprobs.trace(params, *shapes, policy=policy)
+
+    wide = models.Policy(dataclasses.replace(CONFIG, vocab_size=256_000))
+    jaxpr = traced(wide, jax.eval_shape(wide.init, jax.random.key(0)), 32_768).jaxpr
+    assert max(intermediates(jaxpr.jaxpr)) < 256_000 * 256  # not times 32,768
+    random = np.random.default_rng(0)
+    states = random.normal(size=(2, 9, 1, CONFIG.hidden_size)).astype(np.float32)
+    ids = random.integers(0, 31, (2, 9)).astype(np.int32)
+    found = decoding.prompt_logprobs(params, states, ids, policy=policy)
+    logits = np.stack([policy.logits(params, row) for row in states[:, :-1, 0]])
+    logprobs = scipy.special.log_softmax(logits, axis=-1)
+    expected = np.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found[:, 1:], expected, atol=1e-5)
+    assert not found[:, 0].any()
+
+
+def test_a_long_response_holds_no_states_of_others(policy, params):
+    """The states of 64 responses of 32,768 tokens and width 3584 take 15 GB on the host."""
+    states = HiddenStateParams((-1,), "float32")
+    call = GenerateCall(tuple(make_requests()), SamplingParams(8), states, VERSION)
+    call = decoding.DecodingCall(policy, jax.device_put(params), call, max_batch=64, chunk=4)
+    call.step()
+    for response in filter(None, call._running):
+        (piece,) = response.pieces
+        assert piece[4].shape == (4, 1, CONFIG.hidden_size) and piece[4].base is None
+
+
+def test_a_prefill_has_few_tokens_and_all_slots_are_filled(policy, params, monkeypatch):
+    """Of 64 prompts of 32,768 tokens at once, the features of 7B would take 79 GB each."""
+    shapes, real = [], decoding.prefill_and_insert
+
+    def spy(params, slots, token_ids, *arguments, **options):
+        shapes.append(token_ids.shape)
+        return real(params, slots, token_ids, *arguments, **options)
+
+    monkeypatch.setattr(decoding, "prefill_and_insert", spy)
+    num_active = spied_chunks(monkeypatch, lambda slots: int(slots.active.sum()))
+    sampling = SamplingParams(8, temperature=1.0)
+
+    def sample():
+        call = make_call(policy, params, make_requests(12, 1), sampling, max_batch=8)
+        return finished(call)
+
+    expected, whole = sample(), list(num_active)
+    assert max(shapes) == (8, 16)
+    shapes.clear(), num_active.clear()
+    monkeypatch.setattr(decoding, "MAX_PREFILL_TOKENS", 2 * 16 + 5, raising=False)
+    monkeypatch.setattr(type(policy), "tokens_per_read", 200)  # as on an accelerator
+    found = sample()
+    assert set(shapes) == {(2, 16)} and len(shapes) == 6
+    assert num_active == whole
+    assert_same_samples(found, expected)
 
 
 @pytest.mark.slow
