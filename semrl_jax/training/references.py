@@ -71,7 +71,7 @@ class Remote:
         dtype = jnp.dtype(self.policy.compute_dtype)
 
         def compute() -> Float[np.ndarray, " N"]:
-            """Of the own sequences, one after the other."""
+            """The values of the own sequences, one after the other."""
             found = [np.zeros(0, np.float32)] * (len(own) + 1)
             matrix = jax.device_put(self.matrix, jax.local_devices()[0]).astype(dtype)
             asked = [sequence.token_ids[:-1] for sequence in own]

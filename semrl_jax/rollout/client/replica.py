@@ -134,7 +134,7 @@ class Responses(abc.ABC):
 class Replica(abc.ABC):
     """One replica as the client sees it."""
 
-    # Of the requests of a call, without what they share; None: no message carries them.
+    # The limit for the requests of a call, without what they share; None: no message has them.
     max_call_bytes: int | None = None
 
     def __init__(self, address: str, load: Load | None = None, field: str = ADDRESSES):

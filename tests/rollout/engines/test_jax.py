@@ -536,7 +536,7 @@ def test_a_long_response_holds_no_states_of_others(policy, params):
 
 
 def test_a_prefill_has_few_tokens_and_all_slots_are_filled(policy, params, monkeypatch):
-    """Of 64 prompts of 32,768 tokens at once, the features of 7B would take 79 GB each."""
+    """The features of 64 prompts of 32,768 tokens at once would take 79 GB each with 7B."""
     shapes, real = [], decoding.prefill_and_insert
 
     def spy(params, slots, token_ids, *arguments, **options):
