@@ -382,7 +382,7 @@ def mixture_of(num_layers):
 
 
 def test_a_pass_leaves_few_states_on_the_devices(monkeypatch):
-    """Those for 512 responses of 32,768 tokens and width 3584 would have 120 GB."""
+    """States for 512 responses of 32,768 tokens and width 3584 would have 120 GB."""
     policy, params, batch, _ = make_case()
     options = {"policy": policy, "temperature": 0.8, "plan": plan_of(PLANS["two rows"])}
     options |= {"with_states": True, "with_entropies": True}
