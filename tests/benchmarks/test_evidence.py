@@ -354,6 +354,7 @@ def test_a_variant_alone_is_evaluated_with_all_that_are_finished(tmp_path, monke
         seed.with_suffix(".log").write_text(DONE.format(steps))
     evaluated = []
     monkeypatch.setattr(evidence, "evaluate", lambda _, policies, *__: evaluated.extend(policies))
+    monkeypatch.setattr(evidence.Sweep, "check", lambda *_: None)  # these runs have no settings
     evidence.run(studies.STUDIES["tiny"]._replace(start=()), tmp_path, [1], ["verl"])
     assert evaluated == [tmp_path / "none" / "seed1", tmp_path / "verl" / "seed1"]
 
