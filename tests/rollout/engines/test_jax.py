@@ -517,7 +517,7 @@ def test_log_probabilities_of_a_long_prompt_need_no_logits_of_all_its_tokens(pol
     states = random.normal(size=(2, 9, 1, CONFIG.hidden_size)).astype(np.float32)
     ids = random.integers(0, 31, (2, 9)).astype(np.int32)
     found = decoding.prompt_logprobs(params, states, ids, policy=policy)
-    logits = np.stack([policy.logits(params, row) for row in states[:, :-1, 0]])
+    logits = np.stack([policy.logits(params, jnp.asarray(row)) for row in states[:, :-1, 0]])
     logprobs = scipy.special.log_softmax(logits, axis=-1)
     expected = np.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(found[:, 1:], expected, atol=1e-5)
