@@ -159,7 +159,7 @@ def pytest_sessionstart(session):
 def pytest_runtest_setup():
     """Skips what begins after the time that a slow machine has; the summary of `-rs` counts it."""
     if time.time() > float(os.environ.get("TESTS_END_AT", "inf")):
-        pytest.skip("TESTS_END_AT is over")
+        pytest.skip("TESTS_END_AT, which .ci/run sets, is over")
 
 
 def pytest_report_header(config):

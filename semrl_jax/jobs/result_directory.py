@@ -66,7 +66,7 @@ class ResultDirectory:
                 if old.get(field, value) != value:
                     of = f" of {name}" if name else ""
                     raise UserError(
-                        f"--output={self.path} holds responses with another {field}{of} "
+                        f"--output={self.path} holds responses with other {field}{of} "
                         f"({_shown(old[field])}, now {_shown(value)}); restore it or name a new "
                         "directory."
                     )

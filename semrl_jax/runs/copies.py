@@ -358,14 +358,12 @@ class Copies:
 
     def _copy(self, step: int | None) -> None:
         """Copies the files of the run, then a checkpoint, and removes what need not be kept."""
+        # Listed first: the run drops more of them when a newer checkpoint is complete.
+        answers = {f"{ANSWERS}/{file.name}" for file in (self._run / ANSWERS).glob("*")}
         there = self._store.sizes()
         self._claim(there)
-        # No checkpoint here needs these answers; one in the copy may, until a newer one is there.
-        needless = [
-            name
-            for name in there
-            if name.startswith(f"{ANSWERS}/") and not (self._run / name).exists()
-        ]
+        # A checkpoint in the copy may need these until the newer one is there.
+        needless = [name for name in there if name.startswith(f"{ANSWERS}/") if name not in answers]
         complete = [n for n in _steps(there) if f"{CHECKPOINTS}/{n}/{MANIFEST}" in there]
         for other in _steps(there) if step is not None else ():
             # Later ones belong to a future that this run has lost: its rows are about to be

@@ -14,7 +14,7 @@ from semrl_jax.cluster import connecting
 def test_a_collective_is_limited_though_one_process_has_all_the_data(monkeypatch, lengths):
     """A batch of long responses has gigabytes, and every device has what is gathered at once."""
     monkeypatch.setattr(connecting, "MIN_GATHERED_BYTES", 16)
-    monkeypatch.setattr(connecting, "MAX_GATHERED_BYTES", 1024, raising=False)
+    monkeypatch.setattr(connecting, "MAX_GATHERED_BYTES", 1024)
     data = [bytes(range(1, 251)) * 3 for _ in lengths]
     data = [each[:length] for each, length in zip(data, lengths)]
     others, sizes = [list(each) for each in data], []

@@ -48,7 +48,7 @@ def test_rows_that_the_verifier_gets_must_be_the_same(start, tmp_path):
     write_row(tmp_path, 1)
     assert start() == start() == "goes on"
     write_row(tmp_path, 2)
-    refused(r"responses with another columns of sums \(digest .*, now digest ", start)
+    refused(r"responses with other columns of sums \(digest .*, now digest ", start)
 
 
 def test_the_reward_model_must_be_the_same(start, tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_the_reward_model_must_be_the_same(start, tmp_path, monkeypatch):
     weights.write_bytes(b"1")
     assert start() == start() == "goes on"
     weights.write_bytes(b"2")
-    refused(r"responses with another reward model \(digest .*, now digest ", start)
+    refused(r"responses with other reward model \(digest .*, now digest ", start)
     weights.write_bytes(b"1")
     files.texts.identity = "b"
-    refused(r"responses with another texts of the reward model \('a', now 'b'\)", start)
+    refused(r"responses with other texts of the reward model \('a', now 'b'\)", start)

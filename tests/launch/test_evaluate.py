@@ -198,7 +198,7 @@ def test_benchmarks_can_be_added_to_results_and_other_settings_cannot(
     assert found["sums"]["num_problems"] == 1
     done = evaluate(*command, "--temperature=0.9")
     assert done.returncode == 2
-    assert "holds responses with another temperature of arithmetic (0.6, now 0.9)" in done.stderr
+    assert "holds responses with other temperature of arithmetic (0.6, now 0.9)" in done.stderr
 
 
 def test_mistakes_are_named_in_one_line():

@@ -226,7 +226,7 @@ def test_mistakes_are_named(inputs, undisturbed, tmp_path):
         ((*given, "--verifier=nobody"), "'nobody' must be 'package.module:name'"),
         (
             command(inputs, undisturbed, *EVERYTHING, "--top_k=3"),
-            "holds responses with another evaluation.top_k (0, now 3)",
+            "holds responses with other evaluation.top_k (0, now 3)",
         ),
         imports=["semrl_jax.jobs.generate"],
     )

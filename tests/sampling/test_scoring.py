@@ -61,7 +61,8 @@ def score(rollouts, num_threads=2, layers=(-1,), **options):
 
 def test_states_that_are_not_measured_yet_are_limited(monkeypatch):
     """A step of 512 responses of 32,768 tokens and width 8192 would hold 275 GB."""
-    monkeypatch.setattr(scoring, "MAX_HELD_BYTES", 5 * 128, raising=False)
+    (one,) = make_rollouts(1)
+    monkeypatch.setattr(scoring, "MAX_HELD_BYTES", 5 * one.num_state_bytes)
     held, most, pool = [0], [0], concurrent.futures.ThreadPoolExecutor(1)
 
     class Slow(Measurer):
@@ -83,16 +84,12 @@ def test_states_that_are_not_measured_yet_are_limited(monkeypatch):
                 held[0] -= 1
                 future.set_result(Measured({}, np.zeros((1, 16), np.float32)))
 
-    one = dataclasses.replace(make_rollouts(1)[0], response_ids=np.zeros(1, np.int32))
-    one = dataclasses.replace(
-        one, hidden_states=np.zeros((1, 2, 16), np.float32), response_mask=np.ones(1, bool)
-    )
     rollouts = [dataclasses.replace(one, sample_index=index) for index in range(20)]
     with pool:
         found = score_and_measure(
             rollouts, decode=str, references={0: ""}, verifier=None, measurer=Slow()
         )
-    assert len(found) == 20 and most[0] <= 6  # of 128 bytes each
+    assert len(found) == 20 and most[0] <= 6
 
 
 def test_the_wait_for_verdicts_is_timed():

@@ -400,7 +400,7 @@ def test_a_pass_leaves_few_states_on_the_devices(monkeypatch):
     sizes.clear()
     layout = lay_out(batch, options["plan"], policy.attention_columns)
     of_micro = 4 * layout.rows.sources[0].size * whole.states[0].shape[1]
-    monkeypatch.setattr(policy_update, "MAX_STATE_BYTES", 2 * of_micro, raising=False)
+    monkeypatch.setattr(policy_update, "MAX_STATE_BYTES", 2 * of_micro)
     found = batch_logprobs(params, batch, **options)
     assert num_micro == 5 and sizes == [2, 2, 2]
     assert_near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-6)

@@ -98,7 +98,7 @@ def test_a_response_does_not_look_at_all_requests_of_its_call():
 def test_calls_of_long_prompts_are_within_the_limit_of_a_message(monkeypatch, groups_per_call):
     """A later turn of 1024 episodes of 32,768 tokens would have 100 MB, and 64 are taken."""
     limit = 2**17
-    monkeypatch.setattr(RemoteReplica, "max_call_bytes", limit, raising=False)
+    monkeypatch.setattr(RemoteReplica, "max_call_bytes", limit)
     random = np.random.default_rng(0)
     requests = [
         dataclasses.replace(request, prompt_ids=random.integers(2**18, 2**21, 4000, np.int32))

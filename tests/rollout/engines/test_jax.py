@@ -554,7 +554,7 @@ def test_a_prefill_has_few_tokens_and_all_slots_are_filled(policy, params, monke
     expected, whole = sample(), list(num_active)
     assert max(shapes) == (8, 16)
     shapes.clear(), num_active.clear()
-    monkeypatch.setattr(decoding, "MAX_PREFILL_TOKENS", 2 * 16 + 5, raising=False)
+    monkeypatch.setattr(decoding, "MAX_PREFILL_TOKENS", 2 * 16 + 5)
     monkeypatch.setattr(type(policy), "tokens_per_read", 200)  # as on an accelerator
     found = sample()
     assert set(shapes) == {(2, 16)} and len(shapes) == 6
