@@ -64,7 +64,7 @@ def test_an_interrupted_evaluation_of_episodes_continues_with_the_same_results(
     for name in ("samples.parquet", "results.json"):
         assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     config.environment.max_turns = 1
-    with pytest.raises(UserError, match=r"another environment\.max_turns of two \(8, now 1\)"):
+    with pytest.raises(UserError, match=r"other environment\.max_turns of two \(8, now 1\)"):
         evaluate.evaluate(config, [source], output)
 
 
