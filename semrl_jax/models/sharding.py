@@ -70,6 +70,12 @@ ACTIVATION_SPECS: Mapping[str, PartitionSpec] = {
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over `AXES`; one may be -1: the remaining devices. UserError if it does not fit."""
+    asked = jax.config.jax_platforms or "cpu"
+    if jax.default_backend() == "cpu" != asked.partition(",")[0]:  # JAX leaves out missing GPUs
+        raise UserError(
+            f"JAX_PLATFORMS={asked!r} must name devices that this process sees, but there is only "
+            "the CPU; check CUDA_VISIBLE_DEVICES and the driver, or unset it."
+        )
     devices = list(jax.devices() if devices is None else devices)
     sizes = [shape.get(axis, 1) for axis in AXES]
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):

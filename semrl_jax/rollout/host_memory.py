@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -40,8 +41,13 @@ def total_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
 
 
 def _of_machine(root: pathlib.Path, name: str) -> int:
-    """A line of /proc/meminfo, in bytes; 0 without such a line."""
-    fields = dict(line.split(":") for line in _lines(root / "proc/meminfo"))
+    """A line of /proc/meminfo, in bytes; 0 without such a line.
+
+    Without the file, as on macOS, all memory counts as free, and swap is not known.
+    """
+    if not (fields := dict(line.split(":") for line in _lines(root / "proc/meminfo"))):
+        is_swap = name == "SwapTotal"
+        return 0 if is_swap else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(fields.get(name, "0").split()[0]) * 1024
 
 

@@ -36,7 +36,7 @@ class Environment:
     )
     timeout_s: float = setting(30.0, "limit of one call of the environment", above=0, at_most=2**31)
     memory_limit_gib: float = setting(
-        2.0, "limit of an episode's process; 0: none", at_least=0, at_most=2**20
+        2.0, "limit of an episode's process, on Linux; 0: none", at_least=0, at_most=2**20
     )
     num_workers: int = setting(
         16, "environments that compute at the same time", "processes", above=0, at_most=1024,

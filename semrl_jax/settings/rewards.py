@@ -58,7 +58,9 @@ class Rewards:
     failure_score: float = setting(
         0.0, "score if a function raises, hangs or returns no verdict", within=SCORES
     )
-    memory_limit_gib: float = setting(2.0, "limit of a worker; 0: none", at_least=0, at_most=2**20)
+    memory_limit_gib: float = setting(
+        2.0, "limit of a worker, on Linux; 0: none", at_least=0, at_most=2**20
+    )
     mode: str = setting(
         "independent",
         "independent: correctness and the box count; mix: only correctness",

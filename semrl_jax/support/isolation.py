@@ -176,9 +176,12 @@ def answer(replies: BinaryIO, request: Mapping[str, Any], fields: Mapping[str, A
 
 
 def limit_memory(limit_gib: float) -> None:
-    """Limits the address space of this process, and writes no core file; 0 is no limit."""
+    """Limits the address space of this process, and writes no core file; 0 is no limit.
+
+    Other systems than Linux have no such limit: macOS refuses to set one.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if limit_gib:
+    if limit_gib and sys.platform == "linux":
         limit = int(limit_gib * 2**30)
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         if hard != resource.RLIM_INFINITY:

@@ -235,3 +235,5 @@ def test_a_platform_that_is_not_there_is_one_line(tmp_path):
     flags = f"--config={ROOT}/configs/quickstart.py", f"--workdir={tmp_path}/run", "--dry_run"
     done = run("launch.train", *flags, env={"JAX_PLATFORMS": "nowhere"})
     assert_one_line(done, "JAX_PLATFORMS='nowhere,cpu': Unable to initialize backend")
+    done = run("launch.train", *flags, env={"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""})
+    assert_one_line(done, "JAX_PLATFORMS='cuda,cpu' must name devices that this process sees")

@@ -133,7 +133,9 @@ def test_short_responses_have_the_orders_of_the_oracle(window, side_by_side):
         # 2e-5: the rounding of values that float32 just resolves.
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-6)
         if i == 1 and not side_by_side:
-            assert actual == [alone[f"{name}{order}"][0] for order in orders]
+            # Up to rounding: JAX 0.11 multiplies six matrices in another order than one.
+            of_one = [alone[f"{name}{order}"][0] for order in orders]
+            np.testing.assert_allclose(actual, of_one, rtol=1e-6)
 
 
 def test_products_that_float32_loses_are_not_summed():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from semrl_jax import models
 from semrl_jax.models import decoder
@@ -151,8 +152,11 @@ def test_the_program_for_gpus_has_the_kernel():
         attended = self_attention(positions, segments, kernel="triton")(*arrays, None)
         return jnp.sum(attended.astype(jnp.float32) ** 2)
 
-    traced = jax.jit(jax.grad(loss, argnums=(2, 3, 4))).trace(*places, *arrays)
-    assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    # From JAX 0.11 on, the kernel depends on the card.
+    card = jax.sharding.AbstractDevice("NVIDIA H100", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("fsdp",), abstract_device=card)):
+        traced = jax.jit(jax.grad(loss, argnums=(2, 3, 4))).trace(*places, *arrays)
+        assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 import scipy.special
 import tokenizers
 import transformers
+from jax.extend.core import jaxprs_in_params
 
 from semrl_jax import data, models
 from semrl_jax.metrics import MetricKey
@@ -502,7 +503,7 @@ def test_log_probabilities_of_a_long_prompt_need_no_logits_of_all_its_tokens(pol
     def intermediates(jaxpr):
         for equation in jaxpr.eqns:
             yield from (math.prod(out.aval.shape) for out in equation.outvars)
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 yield from intermediates(inner)
 
     def traced(policy, params, num_columns):
