@@ -143,7 +143,7 @@ def write_rank_curves(file: pathlib.Path, curves: Sequence[RankCurve]) -> None:
 
 def write_csv(file: pathlib.Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     """Writes a CSV file with a header line; the cell of NaN is empty."""
-    with open(file, "w", newline="") as out:
+    with open(file, "w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
         writer.writerow(header)
         writer.writerows(["" if cell != cell else cell for cell in row] for row in rows)

@@ -61,7 +61,7 @@ def write_page(
         note, data = _data(policies, limit, num_samples)
         if sum(map(len, data)) <= max_bytes:
             break
-    template = _TEMPLATE.read_text()
+    template = _TEMPLATE.read_text("utf-8")
     script = template.split("<script>")[-1].split("</script>")[0]
     parts = {
         "policy": content_policy(script),

@@ -130,7 +130,7 @@ def replayed_elsewhere(
             if replay.save is not None:
                 config.checkpoints.extra_steps = (replay.last + 1,)
             write_start(replay, directory, config)
-            record = json.loads((directory / "config.json").read_text())
+            record = json.loads((directory / "config.json").read_text("utf-8"))
             record["config"] = _only(jsonable(config.to_dict()), known)
             write_json(directory / "config.json", record)
             write_json(settings, record)

@@ -126,7 +126,7 @@ def write_page(output: pathlib.Path, answer: Answer, run: pathlib.Path, compared
         "response": "".join(_response(finding, answer.sides, run)),
     }
     with replacing(output) as out:
-        out.write(filled(_TEMPLATE.read_text(), parts))
+        out.write(filled(_TEMPLATE.read_text("utf-8"), parts))
 
 
 def _stages(found: Sequence[Difference], sides: Sequence[str]) -> str:

@@ -230,7 +230,7 @@ def write_view(
             for name, cell in zip(names, cells)
         ],
     }
-    template = _TEMPLATE.read_text()
+    template = _TEMPLATE.read_text("utf-8")
     script = template.split("<script>")[-1].split("</script>")[0]
     parts = {"policy": content_policy(script), "data": data_element("index", index)}
     with replacing(file) as out:

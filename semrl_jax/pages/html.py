@@ -16,7 +16,7 @@ from typing import Any
 MIN_CHARACTERS = 100  # of a turn of an episode
 
 _HERE = pathlib.Path(__file__).parent
-STYLE, KIT = ((_HERE / f"kit.{kind}").read_text() for kind in ("css", "js"))
+STYLE, KIT = ((_HERE / f"kit.{kind}").read_text("utf-8") for kind in ("css", "js"))
 
 
 def data_element(name: str, value: Any) -> str:

@@ -42,7 +42,7 @@ class EngineMap(NamedTuple):
 
 def write_page(file: pathlib.Path, title: str, note: str, engines: Sequence[EngineMap]) -> None:
     """Writes the page; the file is complete or missing. It opens from a disk, without a server."""
-    template = _TEMPLATE.read_text()
+    template = _TEMPLATE.read_text("utf-8")
     script = template.split("<script>")[-1].split("</script>")[0]
     parts = {
         "policy": content_policy(script),

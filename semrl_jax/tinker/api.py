@@ -206,7 +206,7 @@ class Api:
     async def weights_info(self, request: HttpRequest) -> Response:
         path = (await _read(request, requests.WeightsInfo)).tinker_path
         file = weights.find(self._work.directory, path) / "adapter_config.json"
-        rank = json.loads(file.read_text())["r"]
+        rank = json.loads(file.read_text("utf-8"))["r"]
         return JSONResponse({"base_model": self._limits.name, "is_lora": True, "lora_rank": rank})
 
     async def create_sampling_session(self, request: HttpRequest) -> Response:

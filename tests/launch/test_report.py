@@ -27,7 +27,12 @@ def test_the_command_writes_reports_and_names_mistakes(runs, config, tmp_path):
     empty = make_run(tmp_path / "empty", config, num_steps=0)
     done = succeed("launch.report", first)
     assert done.stdout == f"done: wrote {first}/report.html and {first}/curves.png\n"
-    assert (first / "report.html").stat().st_size > 2**22
+    page = (first / "report.html").read_bytes()
+    assert len(page) > 2**22
+    # Files of the package are UTF-8 in every locale.
+    ascii_locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    succeed("launch.report", first, env=ascii_locale)
+    assert (first / "report.html").read_bytes() == page
     succeed("launch.report", first, second, f"--output={tmp_path}/both.html",
                f"--csv={tmp_path}/rows.csv")  # fmt: skip
     assert '"title":"first, second"' in (tmp_path / "both.html").read_text()

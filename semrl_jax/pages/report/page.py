@@ -121,7 +121,7 @@ def _links(panel: Panel, runs: Sequence[RunLog]) -> dict[str, str]:
 
 def page(figures: dict[str, Any], samples: dict[str, Any], *, live: bool = False) -> bytes:
     """The page as HTML; a live one asks the server that sent it for changes."""
-    script = (_HERE / "page.js").read_text()
+    script = (_HERE / "page.js").read_text("utf-8")
     plotly = _plotly()
     # Plotly makes a picture of a plot from data: and blob: addresses, when a button asks for one.
     policy = f"{content_policy(plotly, script)}; img-src data: blob:"
@@ -133,7 +133,7 @@ def page(figures: dict[str, Any], samples: dict[str, Any], *, live: bool = False
         "plotly": plotly,
         "script": script,
     }
-    return filled((_HERE / "page.html").read_text(), parts)
+    return filled((_HERE / "page.html").read_text("utf-8"), parts)
 
 
 @functools.cache
