@@ -294,7 +294,7 @@ def _sum(first, second):
 @jax.jit
 def _step(adapter, moments, gradient, adam):
     """AdamW as in PyTorch, after the gradient was scaled to a norm of at most `grad_clip_norm`."""
-    norm, most = optax.global_norm(gradient), adam["grad_clip_norm"]
+    norm, most = optax.tree.norm(gradient), adam["grad_clip_norm"]
     scale = jnp.where((most > 0) & (norm > most), most / norm, 1.0)
     gradient = jax.tree.map(lambda leaf: leaf * scale, gradient)
     adam_direction = optax.scale_by_adam(adam["beta1"], adam["beta2"], adam["eps"])

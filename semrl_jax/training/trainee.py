@@ -242,7 +242,7 @@ def _applied(
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
     """One step on the summed gradient; nothing changes if it or the loss is not finite."""
     gradient, scalars = sums
-    grad_norm = optax.global_norm(gradient)
+    grad_norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(scalars[f"{prefix}/loss"])
     opt_state = optimizer.to_device(opt_state)
     new_params, new_opt_state = optimizer.step(gradient, opt_state, params)
