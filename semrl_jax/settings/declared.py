@@ -27,7 +27,7 @@ def declared_options() -> dict[str, type]:
     classes = {
         file.stem if node.name == "Options" else node.name: node
         for file in sorted(FILES.glob("*.py"))
-        if "= setting(" in (text := file.read_text())
+        if "= setting(" in (text := file.read_text("utf-8"))
         for node in ast.parse(text, str(file)).body
         if isinstance(node, ast.ClassDef)
     }

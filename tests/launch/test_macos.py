@@ -1,4 +1,4 @@
-"""Runs without what Linux alone has. It stands in for a Mac, which has never been tried."""
+"""Runs without what Linux alone has. They stand in for a Mac, on which nothing was ever run."""
 
 import os
 import pathlib
