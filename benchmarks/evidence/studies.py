@@ -284,8 +284,11 @@ STUDIES = {
         settings=CONTROLS
         | {
             "data.reasoning_gym": (gcd.ENTRY,),
-            "data.template": "chat",
+            "data.template": "{input}:",
+            "rollout.max_prompt_tokens": 40,
             "rollout.max_response_tokens": 72,
+            "training.micro_batch_tokens": 512,
+            "training.pack_sequences": True,
         },
         variants={name: SHAPED[name] for name in OF_GCD},
         num_steps=30,
@@ -296,9 +299,10 @@ STUDIES = {
             (
                 "launch.sft", "--config=configs/smollm2.py", "--workdir=$start/sft",
                 "--config.seed=$seed", "--config.sft.files=$output/data/demonstrations.jsonl",
-                "--config.sft.row_format=prompt_completion", "--config.sft.template=chat",
-                "--config.sft.max_tokens=160", "--config.sft.num_steps=40",
-                "--config.sft.batch_size=16", "--config.sft.learning_rate=1e-4",
+                "--config.sft.row_format=prompt_completion", "--config.sft.template={input}:",
+                "--config.sft.max_tokens=112", "--config.sft.num_steps=40",
+                "--config.sft.batch_size=16", "--config.sft.micro_batch_tokens=512",
+                "--config.sft.learning_rate=1e-4",
             ),
         ],
         start_model="sft/model",
