@@ -289,6 +289,7 @@ STUDIES = {
             "rollout.max_response_tokens": 72,
             "training.micro_batch_tokens": 512,
             "training.pack_sequences": True,
+            "model.remat": "none",
         },
         variants={name: SHAPED[name] for name in OF_GCD},
         num_steps=30,
