@@ -116,7 +116,7 @@ OF_FORMATS = {
         "entropy bonus", "clip-higher", "novelty",
     )
 } | {"shuffled, twice": SHAPED["shuffled"] | {"shaping.eta": 2.0}}  # fmt: skip
-# A run of a real model takes six to ten minutes of two cores.
+# A run of a real model takes six minutes of two cores and more.
 OF_SUMS = ("none", "verl", "verl, reward", "shuffled", "length", "entropy")
 OF_GCD = ("none", "verl", "shuffled", "length")
 # The methods of docs/algorithms.md: estimators, losses, and which prompts.
@@ -292,7 +292,7 @@ STUDIES = {
             "model.remat": "none",
         },
         variants={name: SHAPED[name] for name in OF_GCD},
-        num_steps=30,
+        num_steps=20,
         evaluation=SAMPLED | {"num_problems": gcd.NUM_TEST},
         seeds=range(3),
         start=[
