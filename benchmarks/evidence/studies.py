@@ -116,7 +116,7 @@ OF_FORMATS = {
         "entropy bonus", "clip-higher", "novelty",
     )
 } | {"shuffled, twice": SHAPED["shuffled"] | {"shaping.eta": 2.0}}  # fmt: skip
-# A run of a real model takes six minutes of two cores and more.
+# A run of a real model takes six minutes of two cores, or more.
 OF_SUMS = ("none", "verl", "verl, reward", "shuffled", "length", "entropy")
 OF_GCD = ("none", "verl", "shuffled", "length")
 # The methods of docs/algorithms.md: estimators, losses, and which prompts.
