@@ -229,7 +229,7 @@ class Gain(NamedTuple):
     `low` and `high` are the wider bounds of two 95 % intervals: of the bootstrap over seeds and
     problems, and of Student's t over the seeds. Of three seeds, the bootstrap has no draw beyond
     the least and the largest, which include the true mean in 75 % of cases. `p` is of Student's t,
-    NaN below two seeds.
+    NaN below two seeds. Bounds are NaN if there is a single value.
     """
 
     mean: float
@@ -252,6 +252,8 @@ class Gain(NamedTuple):
     def of_differences(cls, found: Float[np.ndarray, "S P"]) -> Gain:
         of_seeds = found.mean(axis=1)
         mean, low, high = interval(found)
+        if found.size < 2:
+            return cls(mean, *[float("nan")] * 3)
         if len(found) < 2 or not np.ptp(of_seeds):
             return cls(mean, low, high, float("nan"))
         test = stats.ttest_1samp(of_seeds, 0.0)
@@ -259,7 +261,8 @@ class Gain(NamedTuple):
         return cls(mean, min(low, of_t.low), max(high, of_t.high), float(test.pvalue))
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f} ({self.low:+.1f}, {self.high:+.1f})"
+        bounds = "" if np.isnan(self.low) else f" ({self.low:+.1f}, {self.high:+.1f})"
+        return f"{self.mean:+.1f}{bounds}"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -204,6 +204,13 @@ def test_a_gain_is_paired_by_seed():
     assert base.over_steps().tolist() == [[0.5], [0.5]]  # without step 0
 
 
+def test_a_single_value_has_no_interval():
+    base, own = (outcome([correct], seeds=(0,)) for correct in (1, 3))
+    assert str(results.Gain.of(own, base, results.passed(1, 4))) == "+50.0"
+    two = [outcome([correct, correct], seeds=(0,)) for correct in (1, 3)]
+    assert str(results.Gain.of(two[1], two[0], results.passed(1, 4))) == "+50.0 (+50.0, +50.0)"
+
+
 def test_learning_is_compared_at_equal_tokens():
     curve = {0: 0.0, 1: 0.2, 2: 0.6, 3: 0.8}
     base = outcome([0], [0])._replace(
