@@ -396,7 +396,8 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
             label=name if is_main else None,
         )  # fmt: skip
     axes[2].plot([], [], lw=0.8, color="#b0b7be", label="the others")
-    axes[2].legend(fontsize=8, loc="lower right")
+    axes[2].legend(fontsize=8, loc="best")
+    axes[2].locator_params(axis="x", integer=True)
     axes[2].set_xlabel("step")
     axes[2].set_title("Greedy accuracy, %: means over all seeds", loc="left", fontsize=10)
     for place in axes:
