@@ -251,9 +251,9 @@ class Gain(NamedTuple):
     @classmethod
     def of_differences(cls, found: Float[np.ndarray, "S P"]) -> Gain:
         of_seeds = found.mean(axis=1)
-        mean, low, high = interval(found)
         if found.size < 2:
-            return cls(mean, *[float("nan")] * 3)
+            return cls(float(found.mean()), *[float("nan")] * 3)
+        mean, low, high = interval(found)
         if len(found) < 2 or not np.ptp(of_seeds):
             return cls(mean, low, high, float("nan"))
         test = stats.ttest_1samp(of_seeds, 0.0)
@@ -384,9 +384,9 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
         place.invert_yaxis()
         place.set_xlabel("points")
         place.set_title(f"pass@{k} less that of {base}", loc="left", fontsize=10)
-    for name, own in outcomes.items():
-        if own.seeds != outcomes[base].seeds:
-            continue  # levels differ between seeds, so a mean over others would mislead
+    # Levels differ between seeds, so a mean over others would mislead.
+    drawn = {name: own for name, own in outcomes.items() if own.seeds == outcomes[base].seeds}
+    for name, own in drawn.items():
         steps = sorted(set.intersection(*(set(curve) for curve in own.curves)))
         means = [100 * np.mean([curve[step] for curve in own.curves]) for step in steps]
         is_main = name in (base, "verl")
@@ -395,8 +395,9 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
             color={base: "black", "verl": "#1f5fa8"}.get(name, "#b0b7be"),
             label=name if is_main else None,
         )  # fmt: skip
-    axes[2].plot([], [], lw=0.8, color="#b0b7be", label="the others")
-    axes[2].legend(fontsize=8, loc="best")
+    if drawn.keys() - {base, "verl"}:
+        axes[2].plot([], [], lw=0.8, color="#b0b7be", label="the others")
+    axes[2].legend(fontsize=8)
     axes[2].locator_params(axis="x", integer=True)
     axes[2].set_xlabel("step")
     axes[2].set_title("Greedy accuracy, %: means over all seeds", loc="left", fontsize=10)
