@@ -247,9 +247,12 @@ def run_of(correct):
 def test_a_variant_without_a_seed_of_the_base_has_no_difference():
     """Another machine may have made other seeds so far."""
     outcomes = {"none": outcome([0, 2], [0, 4]), "verl": outcome([1, 1], seeds=(5,))}
-    curves = results.draw(outcomes, "none", 4).axes[2].lines
-    assert [line.get_label() for line in curves] == ["none", "the others"]  # not over other seeds
-    row = results.table(outcomes | {"length": outcome([1, 2], [0, 4])}, ("none",), 4)[3]
+    more = outcomes | {"length": outcome([1, 2], [0, 4])}
+    curves, with_length = (results.draw(each, "none", 4).axes[2].lines for each in (outcomes, more))
+    assert [line.get_label() for line in curves] == ["none"]  # not over other seeds
+    assert [with_length[0].get_label(), with_length[-1].get_label()] == ["none", "the others"]
+    assert len(with_length) == 3  # the last one is the entry of the legend
+    row = results.table(more, ("none",), 4)[3]
     assert row == "| verl | 1 |  |  |  |  |"
 
 
