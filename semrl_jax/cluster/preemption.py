@@ -23,9 +23,16 @@ class StopRequest:
       exit_code: as above.
       forward: tells the other processes of the run, which call their `request`. It is called once,
         in its own thread.
+      late: what is said when the process ends so; default: that of a training run.
     """
 
-    def __init__(self, grace_s: float, exit_code: int, forward: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        grace_s: float,
+        exit_code: int,
+        forward: Callable[[], None] = lambda: None,
+        late: str = "",
+    ):
         self._signal_name = ""
         self._first = threading.Lock()  # taken by the first signal; the next may interrupt it
         self._num_interrupts = 0  # SIGINT
@@ -33,8 +40,9 @@ class StopRequest:
         self._forward = forward
         self._depth = 0  # of interruptible blocks, nested or of several threads
         self._deferring: set[int] = set()  # threads inside a deferred block
-        self._late = "no checkpoint", "the run goes on from the one before"
-        self._watchdog = threading.Timer(grace_s, self._give_up, (grace_s, exit_code))
+        self._limit = f"within training.grace_s={grace_s:g} s"
+        self._late = late or f"no checkpoint {self._limit}; the run goes on from the one before"
+        self._watchdog = threading.Timer(grace_s, self._give_up, (exit_code,))
         self._watchdog.daemon = True
 
     def check(self) -> None:
@@ -81,7 +89,7 @@ class StopRequest:
 
     def checkpoint_saved(self) -> None:
         """From now on, the report and copies are missing if the grace time is exceeded."""
-        self._late = "report and copies not complete", "the checkpoint is saved"
+        self._late = f"report and copies not complete {self._limit}; the checkpoint is saved"
 
     def request(self) -> None:
         """Has the effect of a signal. Any thread may call it; further calls do nothing."""
@@ -136,14 +144,9 @@ class StopRequest:
         if self._depth and not self._deferring:
             raise Preempted(self._signal_name)
 
-    def _give_up(self, grace_s: float, exit_code: int) -> None:
+    def _give_up(self, exit_code: int) -> None:
         """Ends the process: the sender would kill it soon. The files on disk are complete."""
-        missing, consequence = self._late
-        print(
-            f"SIGTERM: {missing} within training.grace_s={grace_s:g} s; {consequence}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"SIGTERM: {self._late}", file=sys.stderr, flush=True)
         os._exit(exit_code)
 
 

@@ -98,12 +98,13 @@ class Progress:
 
 def resumable(work: Callable[[Reporter, StopRequest], None], *, quiet: bool) -> int:
     """Does the work of a command that a signal stops (returns 75) and a new start continues."""
-    reporter, stop = Reporter(quiet=quiet), StopRequest(GRACE_S, EXIT_PREEMPTED)
+    stopped = "stopped; the same command continues"
+    reporter, stop = Reporter(quiet=quiet), StopRequest(GRACE_S, EXIT_PREEMPTED, late=stopped)
     try:
         with stop.installed(), compilation.watching(reporter.line):
             work(reporter, stop)
     except Preempted as preempted:
-        reporter.notice(f"{preempted}: stopped; the same command continues")
+        reporter.notice(f"{preempted}: {stopped}")
         return EXIT_PREEMPTED
     return 0
 

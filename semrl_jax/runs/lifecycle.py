@@ -91,8 +91,8 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fa
             f"distributed: one process makes a warm start, this is {place.process_id} of "
             f"{place.num_processes} (from {place.source}); set distributed.num_processes=1."
         )
-    reporter = Reporter(quiet=quiet)
-    stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
+    reporter, stopped = Reporter(quiet=quiet), "stopped; the same command starts again"
+    stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED, late=stopped)
     directory = open_workdir(workdir, config)
     try:
         with stop.installed(), stop.interruptible(), compilation.watching(reporter.line):
@@ -103,7 +103,7 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fa
         directory.discard(str(error))
         raise
     except Preempted as preempted:
-        reporter.notice(f"{preempted}: stopped; the same command starts again")
+        reporter.notice(f"{preempted}: {stopped}")
         return EXIT_PREEMPTED
     finally:
         directory.close()

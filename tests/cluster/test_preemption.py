@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.jobs import sample
 from semrl_jax.support.errors import Preempted
 
 
@@ -37,6 +38,20 @@ def test_process_ends_after_the_grace_time(monkeypatch, capsys):
         terminate()
         assert codes.get(timeout=10) == 75
     assert "no checkpoint within training.grace_s=0.01 s" in capsys.readouterr().err
+
+
+def test_a_command_without_checkpoints_does_not_speak_of_them(monkeypatch, capsys):
+    """Such as an evaluation, which continues with its finished calls."""
+    codes = queue.Queue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    monkeypatch.setattr(sample, "GRACE_S", 0.01)
+
+    def work(_reporter, _stop):
+        terminate()
+        assert codes.get(timeout=10) == 75
+
+    assert sample.resumable(work, quiet=True) == 0
+    assert capsys.readouterr().err == "SIGTERM: stopped; the same command continues\n"
 
 
 def test_the_grace_time_runs_while_the_main_thread_is_in_a_call_of_c(monkeypatch):
@@ -190,7 +205,7 @@ def test_message_names_what_was_not_saved_in_time(monkeypatch, capsys):
     for saved, said in ((False, "no checkpoint within"), (True, "the checkpoint is saved")):
         if saved:
             stop.checkpoint_saved()
-        stop._give_up(0.0, 75)
+        stop._give_up(75)
         err = capsys.readouterr().err
         assert said in err and ("goes on from the one before" in err) != saved
     assert codes == [75, 75]
