@@ -312,7 +312,7 @@ def table(
 
     columns = {
         "seeds": lambda name: str(len(outcomes[name].seeds)),
-        "tokens": lambda name: of_training(name, f"{outcomes[name].tokens.mean() / 1e6:.2f} M"),
+        "tokens": lambda name: of_training(name, in_short(outcomes[name].tokens.mean())),
         "bonus": lambda name: of_training(name, f"{100 * outcomes[name].bonus.mean():.1f} %"),
         "over steps": lambda name: score(name, Outcome.over_steps),
         "at equal tokens": at_equal_tokens,
@@ -349,6 +349,10 @@ def table_of_ways(runs: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -
 def measured_on(record: Mapping[str, Any]) -> str:
     """The machine, JAX and the revision; the record has the other packages too."""
     return LEFT_OUT.sub("", record["machine"])
+
+
+def in_short(count: float) -> str:
+    return f"{count / 1e6:.2f} M" if count >= 1e5 else f"{count / 1e3:.0f} k"
 
 
 def shown(value: float, spec: str) -> str:

@@ -225,6 +225,11 @@ def test_learning_is_compared_at_equal_tokens():
     assert outcome([0]).at_tokens_of(base) == {}  # a record without tokens
     rows = {"none": base, "verl": own._replace(tokens=np.full(3, 1e6))}
     assert "| at equal tokens |" in results.table(rows, ("none",), 4)[0]
+    few = {
+        name: one._replace(tokens=np.full(2, 4e4 + one.tokens[0] / 500))
+        for name, one in rows.items()
+    }
+    assert "| 42 k |" in results.table(few, ("none",), 4)[-1]
 
 
 def test_three_seeds_have_the_interval_of_student():
