@@ -41,7 +41,7 @@ def main() -> int:
     seeds = [seed.strip() for seed in SEEDS.value]
     if not seeds or not all(re.fullmatch(r"[0-9]{1,9}", seed) for seed in seeds):
         raise UserError(f"--seeds={','.join(seeds)} must be whole numbers, such as 0,1,2.")
-    if len(set(seeds)) < len(seeds):
+    if len(set(map(int, seeds))) < len(seeds):
         raise UserError(f"--seeds={','.join(seeds)} has one twice.")
     if REPLICAS.value and PARALLEL.value > 1:
         raise UserError("--parallel and --replicas both say how many run at a time; give one.")

@@ -128,14 +128,14 @@ class Outcome(NamedTuple):
         """Seeds: the mean difference of the greedy accuracy, after as many tokens as `base`.
 
         It is compared after each step of `base` but the first, and is interpolated between its own.
-        Steps after which `base` has sampled more than the whole run are left out.
+        Where `base` has sampled more than the whole run, both are taken after the run's last token.
         """
         found = {}
         for seed in sorted(set(self.seeds) & set(base.seeds)):
             (x, y), (x_base, y_base) = self._by_tokens(seed), base._by_tokens(seed)
-            kept = (x_base > 0) & (x_base <= x.max(initial=0.0))
-            if kept.any():
-                found[seed] = np.mean(np.interp(x_base, x, y)[kept] - y_base[kept])
+            at = np.minimum(x_base[x_base > 0], x.max(initial=0.0))
+            if at.any():
+                found[seed] = np.mean(np.interp(at, x, y) - np.interp(at, x_base, y_base))
         return found
 
 
@@ -167,7 +167,12 @@ def collect(study: Study, output: pathlib.Path, known: Mapping[str, Any]) -> dic
             file = evaluation_of(output, seed) / policy / SAMPLES
             own = known.get("runs", {}).get(name, {}).get(str(seed))
             if file.is_file():
-                own = _of_run(run, file) | _ways(study.ways, file)
+                rows = read_rows(run / "metrics.jsonl")
+                if name != START and not (rows and rows[-1]["step"] == study.num_steps):
+                    raise UserError(
+                        f"{run} lacks its log of {study.num_steps} steps; bring it back."
+                    )
+                own = _of_run(rows, file) | _ways(study.ways, file)
             if own:
                 found.setdefault(name, {})[str(seed)] = own
     return {
@@ -175,10 +180,9 @@ def collect(study: Study, output: pathlib.Path, known: Mapping[str, Any]) -> dic
     }  # fmt: skip
 
 
-def _of_run(run: pathlib.Path, samples: pathlib.Path) -> dict[str, Any]:
+def _of_run(rows: Sequence[Mapping[str, Any]], samples: pathlib.Path) -> dict[str, Any]:
     table = pq.read_table(samples, columns=["group_id", "correct"])
     problem, correct = (column.to_numpy(zero_copy_only=False) for column in table.columns)
-    rows = read_rows(run / "metrics.jsonl")
     # Dynamic sampling drops responses, which count too.
     tokens = [row.get(SAMPLED, row.get("response/num_tokens", 0)) for row in rows]
     keys = {key for row in rows for key in row}
@@ -254,8 +258,8 @@ class Gain(NamedTuple):
         if found.size < 2:
             return cls(float(found.mean()), *[float("nan")] * 3)
         mean, low, high = interval(found)
-        if len(found) < 2 or not np.ptp(of_seeds):
-            return cls(mean, low, high, float("nan"))
+        if len(found) < 2 or not np.ptp(of_seeds):  # equal to the bit is a comparison too
+            return cls(mean, low, high, float("nan") if len(found) < 2 or mean else 1.0)
         test = stats.ttest_1samp(of_seeds, 0.0)
         of_t = test.confidence_interval(0.95)
         return cls(mean, min(low, of_t.low), max(high, of_t.high), float(test.pvalue))
@@ -334,15 +338,20 @@ def table(
 
 
 def table_of_ways(runs: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """A Markdown table with a row for each variant whose runs have `ways`; means over seeds."""
+    """A Markdown table with a row for each variant whose runs have `ways`, over all its responses.
+
+    Seeds have as many responses.
+    """
     lines = [f"| | seeds | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for variant, of_variant in runs.items():
-        shares = [
-            [own["ways"][name] for name in names] for own in of_variant.values() if "ways" in own
-        ]
-        means = 100 * np.mean(shares, axis=0) if shares else ()
-        cells = [f"{share:.0f} % ({right:.0f} % right)" for share, right in means]
-        lines += [f"| {variant} | {len(shares)} | {' | '.join(cells)} |"] if cells else []
+        known = [own["ways"] for own in of_variant.values() if "ways" in own]
+        cells = []
+        for name in names if known else ():
+            taken, right = np.array([ways[name] for ways in known]).T
+            share = np.mean(taken)
+            right = taken @ right / max(taken.sum(), 1e-9)
+            cells.append(f"{100 * share:.0f} % ({100 * right:.0f} % right)")
+        lines += [f"| {variant} | {len(known)} | {' | '.join(cells)} |"] if cells else []
     return lines
 
 
@@ -448,11 +457,13 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
     """What the page says of the runs of a part."""
     study, n = STUDIES[part.study], record["num_samples"]
     outcomes = outcomes_of(part, record)
+    own = {frozenset((name, part.bases[0])) for name in part.variants}
     further = [
         p
         for other in PARTS
         if other.study == part.study and other != part
-        for p in p_values(outcomes_of(other, record), other.bases[0], n).values()
+        for name, p in p_values(outcomes_of(other, record), other.bases[0], n).items()
+        if frozenset((name, other.bases[0])) not in own
     ]
     trained = {name: own for name, own in outcomes.items() if name != START}
     count, planned = sum(len(own.seeds) for own in trained.values()), len(part.variants)

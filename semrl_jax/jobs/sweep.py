@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import json
 import os
 import pathlib
 import random
@@ -28,7 +29,7 @@ from semrl_jax.support.console import Bar, Reporter, duration, short_path
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.guard import die_with_parent
 from semrl_jax.support.rows import read_rows
-from semrl_jax.support.safe_files import replacing
+from semrl_jax.support.safe_files import read_json_object, replacing
 
 POLL_S = 0.2
 MAX_NAME = 100  # characters of a directory
@@ -85,6 +86,14 @@ class Planned(NamedTuple):
             return False
         done = re.findall(DONE.format(r"(\d+)"), self.log.read_text(errors="replace"))
         return bool(done) and steps[-1] >= int(done[-1]) >= self.num_steps
+
+    @property
+    def recorded(self) -> str:
+        """The settings in its record, without the seed; "" if there is none."""
+        with contextlib.suppress(OSError, UserError, KeyError, TypeError):
+            settings = read_json_object(self.workdir / "config.json")["config"]
+            return json.dumps(settings | {"seed": 0}, sort_keys=True)
+        return ""
 
     def flags(self) -> list[str]:
         settings = [*self.variant.settings, ("seed", str(self.seed))]
@@ -170,11 +179,11 @@ class Sweep:
     def check(self, planned: Sequence[Planned]) -> None:
         """Makes the dry run of one seed of each variant; UserError of the first that fails.
 
-        A finished run is not started again, so only this finds that it had other settings. One that
-        is there and not finished says so itself.
+        A finished run is not started again, so only this finds that it had other settings: of those
+        with the same record, one is checked. A run that is there and not finished says so itself.
         """
         first = {
-            run.variant: run
+            (run.variant, run.recorded): run
             for run in reversed(planned)
             if run.is_finished or not run.workdir.exists()
         }
@@ -219,7 +228,8 @@ class Sweep:
     def _start(self, slot: int, run: Planned) -> None:
         run.workdir.parent.mkdir(parents=True, exist_ok=True)
         die = functools.partial(die_with_parent, os.getpid(), signal.SIGTERM)
-        with run.log.open("ab") as log:
+        # The log of a run that was removed would say that this one is done.
+        with run.log.open("ab" if run.workdir.exists() else "wb") as log:
             process = subprocess.Popen(
                 [*self._command, *self._slots[slot], *run.flags()],
                 stdin=subprocess.DEVNULL,
@@ -274,9 +284,18 @@ def summarize(planned: Sequence[Planned], output: pathlib.Path, reporter: Report
     key = over_seeds.compared_key(list(logs.values()))
     if not key:
         raise UserError(f"the runs in {output} have logged nothing that all of them have.")
-    by_variant: dict[Variant, dict[int, over_seeds.Rows]] = {}
+    by_variant: dict[Variant, dict[int, over_seeds.Rows]] = {run.variant: {} for run in planned}
     for run, rows in logs.items():
-        by_variant.setdefault(run.variant, {})[run.seed] = rows
+        by_variant[run.variant][run.seed] = rows
+    first, *_ = by_variant
+    by_variant = {variant: rows for variant, rows in by_variant.items() if rows}
+    if first not in by_variant:
+        reporter.notice(
+            f"{first.name} has logged nothing; differences are from {next(iter(by_variant)).name}"
+        )
+    unfinished = [run.name for run in logs if run.num_steps is not None and not run.is_finished]
+    if unfinished:
+        reporter.notice(f"not finished, so with their last values so far: {'; '.join(unfinished)}")
     found = [over_seeds.compared(one.name, rows, key) for one, rows in by_variant.items()]
     reporter.table(over_seeds.results_table(key, found))
     over_seeds.write_csv(output / "sweep.csv", key, found)

@@ -26,6 +26,7 @@ from semrl_jax.runs.config_checks import check_sections
 from semrl_jax.runs.lifecycle import DONE
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.shaping.options import ShapingOptions
+from tests.cases import refused
 from tests.training.probes.test_probes import SEEN
 
 VALID = np.array([True, True, True, False])
@@ -222,6 +223,8 @@ def test_learning_is_compared_at_equal_tokens():
     own = outcome([0], [0], [0], seeds=(0, 1, 5))._replace(curves=curves, sampled=tokens)
     found = own.at_tokens_of(base)
     assert found == pytest.approx({0: np.mean([-0.1, -0.4, -0.2]), 1: np.mean([0.1, 0.0, 0.0])})
+    few = base._replace(sampled=[{0: 0, 1: 50, 2: 100, 3: 180}] * 2)  # after 180, base has 0.52
+    assert few.at_tokens_of(base)[0] == pytest.approx(np.mean([0.4, 0.28, 0.28]))
     assert outcome([0]).at_tokens_of(base) == {}  # a record without tokens
     rows = {"none": base, "verl": own._replace(tokens=np.full(3, 1e6))}
     assert "| at equal tokens |" in results.table(rows, ("none",), 4)[0]
@@ -266,6 +269,7 @@ def test_p_values_are_corrected_for_all_tables_of_a_task(tmp_path, monkeypatch):
         "none": {str(seed): run_of("000") for seed in range(4)},
         "verl": {str(seed): run_of("00g" if seed else "000") for seed in range(4)},
         "length": {str(seed): run_of("00g" if seed else "002") for seed in range(4)},
+        "clip-higher": {str(seed): run_of("000") for seed in range(4)},
         "all": {str(seed): run_of("000") for seed in range(4)},
     }
     monkeypatch.setattr(results, "DOCS", tmp_path)
@@ -274,8 +278,9 @@ def test_p_values_are_corrected_for_all_tables_of_a_task(tmp_path, monkeypatch):
     record = {"num_samples": 16, "runs": runs, "machine": "a machine"}
     of_task = [results.p_values(results.outcomes_of(each, record), each.bases[0], 16)
                for each in results.PARTS if each.study == part.study]  # fmt: skip
-    assert [list(each) for each in of_task] == [["verl", "length"], ["none", "all"]]
-    # The p value of "length" is the least of four.
+    assert [list(each) for each in of_task] == [["verl", "length", "clip-higher"], ["none", "all"]]
+    assert of_task[0]["clip-higher"] == 1.0  # equal to the base
+    # The p value of "length" is the least of four: "none" and "verl" are compared once.
     least = 4 * of_task[0]["length"]
     assert f" | {least:.2g} | " in results.section(part, record)
 
@@ -293,7 +298,7 @@ def test_the_interval_has_the_spread_of_a_mean_over_seeds_and_problems():
         )
 
 
-def test_shares_of_ways_are_means_over_seeds(tmp_path):
+def test_shares_of_ways_are_over_the_responses_of_all_seeds(tmp_path):
     file = tmp_path / "samples.parquet"
     responses = ["012+039:2+9+0=11", "12+39=51;", "2+9=11;1+1+3=5", "012+"]
     pq.write_table(pa.table({"response": responses, "correct": [True, True, False, False]}), file)
@@ -303,7 +308,7 @@ def test_shares_of_ways_are_means_over_seeds(tmp_path):
     other = {"ways": {name: [0.0, 1.0] for name in ways.names}}
     runs = {"none": {"0": own, "1": other, "2": {"correct": ""}}, "verl": {"0": {}}}
     assert results.table_of_ways(runs, ways.names)[2:] == [
-        "| none | 2 | 12 % (50 % right) | 25 % (75 % right) | 12 % (100 % right) |"
+        "| none | 2 | 12 % (0 % right) | 25 % (50 % right) | 12 % (100 % right) |"
     ]
 
 
@@ -330,7 +335,7 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
             place = results.evaluation_of(tmp_path / "runs", seed) / name / f"{run.name}-step40"
             run.mkdir(parents=True), place.mkdir(parents=True)
             rows = [{"step": 0, "eval/x/greedy_accuracy": 0.5, "response/num_tokens": 3e4},
-                    {"step": 1, "eval/x/greedy_accuracy": 0.5 + seed / 4 * (name == "verl"),
+                    {"step": 40, "eval/x/greedy_accuracy": 0.5 + seed / 4 * (name == "verl"),
                      "response/num_tokens": 4e4, results.BONUS: 0.25}]  # fmt: skip
             (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             problem, sample = np.divmod(np.arange(3 * n), n)
@@ -346,9 +351,17 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
     assert record["runs"]["none"]["1"]["correct"] == "012"
     record = results.collect(study, tmp_path / "runs", {})
     assert record["runs"]["verl"]["1"] == {
-        "correct": "024", "greedy": {0: 0.5, 1: 0.75}, "sampled": {0: 0, 1: 30_000},
+        "correct": "024", "greedy": {0: 0.5, 40: 0.75}, "sampled": {0: 0, 40: 30_000},
         "tokens": 70_000, "bonus": 0.25,
     }  # fmt: skip
+    log = tmp_path / "runs" / "verl" / "seed1" / "metrics.jsonl"
+    (first, *_), text = log.read_text().splitlines(), log.read_text()
+    for left in ("", first):
+        log.write_text(left)
+        assert "lacks its log of 40 steps" in refused(
+            str(log.parent), results.collect, study, tmp_path / "runs", {}
+        )
+    log.write_text(text)
     monkeypatch.setattr(results, "DOCS", tmp_path)
     (tmp_path / "figures").mkdir()
     part = results.section(results.PARTS[0], json.loads(json.dumps(record)))
@@ -376,6 +389,5 @@ def test_a_variant_alone_is_evaluated_with_all_that_are_finished(tmp_path, monke
 
 def test_of_several_benchmarks_the_first_by_name_is_the_curve(tmp_path):
     row = {"step": 0} | {f"eval/{name}/greedy_accuracy": ord(name) for name in "hgfedcba"}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     pq.write_table(pa.table({"group_id": [0], "correct": [True]}), tmp_path / "samples.parquet")
-    assert results._of_run(tmp_path, tmp_path / "samples.parquet")["greedy"] == {0: ord("a")}
+    assert results._of_run([row], tmp_path / "samples.parquet")["greedy"] == {0: ord("a")}

@@ -1,6 +1,7 @@
 """The plan of a sweep, and what is said of its seeds."""
 
 import io
+import json
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ from rich.console import Console
 from scipy import stats
 
 from launch import cli
-from semrl_jax.jobs.sweep import Planned, Sweep, Variant, _last_line, plan, variants_of
+from semrl_jax.jobs.sweep import Planned, Sweep, Variant, _last_line, plan, summarize, variants_of
 from semrl_jax.pages.report import over_seeds
 from semrl_jax.pages.report.over_seeds import Estimate, compared, compared_key
 from semrl_jax.runs.lifecycle import EXIT_PREEMPTED
@@ -147,6 +148,53 @@ def test_a_finished_run_with_other_settings_is_refused(tmp_path):
     for run in runs:
         run.log.write_text("done: 7 steps\n")
     assert "seed0 --config.a.b=2 --config.seed=0 --dry_run" in refused("my: ", sweep.check, runs)
+
+    # Of the runs with the same settings one is enough, but not of all seeds.
+    only_seed_1 = "import sys; raise SystemExit('--config.seed=1' in sys.argv and 'error: a.b')"
+    sweep._command = [sys.executable, "-c", only_seed_1]
+    for run in runs:
+        record = {"run_id": "x", "config": {"seed": run.seed, "a": {"b": 2}}}
+        (run.workdir / "config.json").write_text(json.dumps(record))
+    sweep.check(runs)
+    (runs[1].workdir / "config.json").write_text(json.dumps(record | {"config": {"a": {"b": 3}}}))
+    refused("my: error: a.b", sweep.check, runs)
+
+
+def test_the_log_of_a_removed_run_does_not_count(tmp_path):
+    """Its line "done" would count for the run that takes its place."""
+    sweep = Sweep([], [[]], Reporter(quiet=True))
+    sweep._command = [sys.executable, "-c", "print('step 1')"]
+    run = plan([Variant(())], [0], tmp_path, 7)[0]
+    run.log.parent.mkdir()
+    run.log.write_text("done: 7 steps\n")
+    assert sweep.run([run]) == 0
+    assert run.log.read_text() == "step 1\n"
+
+
+def test_the_table_says_what_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("semrl_jax.jobs.sweep.write_page", lambda *_: None)
+    runs = plan([Variant((), "base"), Variant((), "other")], [0, 1], tmp_path, 2)
+    values = logs(0.1, [0, 1])
+
+    def write(run):
+        run.workdir.mkdir(parents=True)
+        text = "".join(json.dumps(row) + "\n" for row in values[run.seed])
+        (run.workdir / "metrics.jsonl").write_text(text)
+
+    write(runs[1])
+    summarize(runs, tmp_path, Reporter(quiet=True))
+    out = "".join(capsys.readouterr())
+    assert "base has logged nothing; differences are from other" in out
+    assert "not finished, so with their last values so far: other, seed 0" in out
+    for run in (runs[2], runs[3], runs[0]):
+        write(run)
+    for run in runs:
+        (run.workdir / "checkpoints" / "2").mkdir(parents=True)
+        run.log.write_text("done: 2 steps\n")
+    summarize(runs, tmp_path, Reporter(quiet=True))
+    out = "".join(capsys.readouterr())
+    assert "logged nothing" not in out and "not finished" not in out
+    assert out.index("base") < out.index("other")
 
 
 # Waits to be asked to end; without that, it ends as if it had failed.
