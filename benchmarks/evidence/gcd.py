@@ -64,7 +64,7 @@ def _prime_factors(number: int) -> list[int]:
 
 def way_of(response: str) -> str:
     """The name of the way that a response begins; `divisors` if it begins none."""
-    sign = re.match(r"\s*\d+([=%])", response)
+    sign = re.match(r"\s*\d+\s*([=%])", response)
     return {"=": "primes", "%": "remainders"}[sign[1]] if sign else "divisors"
 
 

@@ -149,7 +149,7 @@ def test_a_finished_run_with_other_settings_is_refused(tmp_path):
         run.log.write_text("done: 7 steps\n")
     assert "seed0 --config.a.b=2 --config.seed=0 --dry_run" in refused("my: ", sweep.check, runs)
 
-    # Of the runs with the same settings one is enough, but not of all seeds.
+    # One is enough if all have the same settings.
     only_seed_1 = "import sys; raise SystemExit('--config.seed=1' in sys.argv and 'error: a.b')"
     sweep._command = [sys.executable, "-c", only_seed_1]
     for run in runs:
