@@ -91,21 +91,26 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only write results and page")
     arguments = parser.parse_args()
     try:
-        for name, study in STUDIES.items():
-            if arguments.study in (name, "all"):
-                make(name, study, arguments)
+        chosen = {n: one for n, one in STUDIES.items() if arguments.study in (n, "all")}
+        for name, study in chosen.items():
+            check(name, study, arguments)
+        for name, study in chosen.items():
+            make(name, study, arguments)
     except UserError as error:
         raise SystemExit(f"python -m benchmarks.evidence: {error}") from None
 
 
+def check(name: str, study: Study, arguments: argparse.Namespace) -> None:
+    for flag, known in (("variants", list(study.variants)), ("seeds", list(study.seeds))):
+        if unknown := set(getattr(arguments, flag) or ()) - set(known):
+            choices = ", ".join(map(repr, known))
+            raise UserError(f"--{flag}: {name} has no {min(unknown)!r}, but {choices}.")
+
+
 def make(name: str, study: Study, arguments: argparse.Namespace) -> None:
     output = arguments.output / name
-    names = arguments.variants or list(study.variants)
-    if unknown := set(names) - set(study.variants):
-        raise UserError(
-            f"--variants: {name} has no {min(unknown)!r}, but {', '.join(study.variants)}."
-        )
     if not arguments.report:
+        names = arguments.variants or list(study.variants)
         run(study, output, arguments.seeds or list(study.seeds), names)
     results.write(name, study, output)
 

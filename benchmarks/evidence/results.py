@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -496,9 +497,12 @@ def _about_ways(ways: Ways | None, runs: Mapping[str, Mapping[str, Any]]) -> lis
 def write(name: str, study: Study, output: pathlib.Path) -> None:
     """Writes the results file of a study, and its parts of the page; UserError without a run."""
     file = HERE / "benchmarks" / "results" / f"evidence_{name}.json"
-    record = collect(study, output, read_json_object(file) if file.is_file() else {})
+    known = read_json_object(file) if file.is_file() else {}
+    record = collect(study, output, known)
     if not record["runs"]:
         raise UserError(f"--output={output} has no evaluated run of {name}.")
+    if json.loads(json.dumps(record["runs"])) == known.get("runs"):  # nothing was summed up here
+        record["machine"] = known["machine"]
     write_json(file, record)
     for part in PARTS:
         if part.study == name and set(part.bases) <= set(record["runs"]):

@@ -115,6 +115,8 @@ def populations(
     directory: pathlib.Path, policy: str | None, setting: Setting
 ) -> dict[str, dict[str, np.ndarray]]:
     """The responses of a directory by benchmark: a table of measures, answers and features."""
+    if not (directory / RESPONSES).is_file():
+        raise UserError(f"--names: {directory} has no {RESPONSES}; name one of launch.generate.")
     columns = ["group_id", "sample_index", "benchmark", "extracted"]
     rows = pq.read_table(directory / RESPONSES, columns=columns).to_pylist()
     of_row = {(row["group_id"], row["sample_index"]): row for row in rows}
@@ -474,6 +476,8 @@ def main() -> None:
         if given.work == "prompts":
             prompts(given.output, ENTRIES, NUM_PROMPTS)
             return
+        if not given.names:
+            raise UserError("--names is needed: directories of launch.generate in --output.")
         record = read_json_object(FILE) if FILE.is_file() else {"populations": {}}
         for name in given.names:
             directory = given.output / name

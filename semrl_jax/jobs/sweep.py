@@ -138,6 +138,11 @@ def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) ->
     names = [variant.directory for variant in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two variants are named {twice[0]!r}; leave one out.")
+    for one, other in itertools.combinations(found, 2):
+        if one.settings == other.settings:
+            raise UserError(
+                f"{one.name!r} and {other.name!r} have the same settings; leave one out."
+            )
     return found or [Variant(())]
 
 
@@ -192,7 +197,8 @@ class Sweep:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
-                raise UserError(f"{run.variant.name}: {' '.join(reason)}")
+                reason = " ".join(reason).removeprefix("python -m launch.train: ")
+                raise UserError(f"{run.variant.name}: {reason}")
             self._reporter.line(f"checked: {run.variant.name}")
 
     def run(self, planned: Sequence[Planned]) -> int:

@@ -391,3 +391,17 @@ def test_of_several_benchmarks_the_first_by_name_is_the_curve(tmp_path):
     row = {"step": 0} | {f"eval/{name}/greedy_accuracy": ord(name) for name in "hgfedcba"}
     pq.write_table(pa.table({"group_id": [0], "correct": [True]}), tmp_path / "samples.parquet")
     assert results._of_run([row], tmp_path / "samples.parquet")["greedy"] == {0: ord("a")}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["all", "--variants", "drawn"], "--variants: methods has no 'drawn', but 'GRPO', "),
+        (["sums", "--seeds", "1", "9"], "--seeds: sums has no 9, but 0, 1, 2."),
+    ],
+)
+def test_all_studies_are_checked_before_the_first_one(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr(evidence, "make", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("sys.argv", ["evidence", *arguments, f"--output={tmp_path}"])
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        evidence.main()

@@ -137,6 +137,10 @@ def test_a_wrong_setting_of_one_run_lets_the_others_save(tmp_path):
     assert runs[0].workdir.with_suffix(".saved").exists()
 
 
+def test_equal_settings_under_two_names_are_refused():
+    refused("'a' and 'b' have the same settings", variants_of, [], ["a: x.y=1", "b: x.y=1"])
+
+
 def test_a_finished_run_with_other_settings_is_refused(tmp_path):
     sweep = Sweep([], [[]], Reporter(quiet=True))
     # In the place of the dry run of launch.train, which compares the settings.
