@@ -34,7 +34,8 @@ def run(study: Study, output: pathlib.Path, seeds: list[int], names: list[str]) 
         policies = [models[seed]] if models else []
         start = {"model.path": str(policies[0]), "warm_start.num_steps": 0} if models else {}
         runs = planned(study, output, seed, start, chosen)
-        sweep.check([run for run in runs if seed == seeds[0] or run.is_finished])
+        if seed == seeds[0]:
+            sweep.check(runs)
         finish(sweep.run(runs))
         # All that are finished: a policy has the name of its variant only among others. The first
         # one is a run: the evaluation takes its settings.

@@ -169,11 +169,12 @@ def collect(study: Study, output: pathlib.Path, known: Mapping[str, Any]) -> dic
             own = known.get("runs", {}).get(name, {}).get(str(seed))
             if file.is_file():
                 rows = read_rows(run / "metrics.jsonl")
-                if name != START and not (rows and rows[-1]["step"] == study.num_steps):
+                if name == START or (rows and rows[-1]["step"] == study.num_steps):
+                    own = _of_run(rows, file) | _ways(study.ways, file)
+                elif not own:
                     raise UserError(
                         f"{run} lacks its log of {study.num_steps} steps; bring it back."
                     )
-                own = _of_run(rows, file) | _ways(study.ways, file)
             if own:
                 found.setdefault(name, {})[str(seed)] = own
     return {

@@ -29,7 +29,8 @@ from semrl_jax.support.console import Bar, Reporter, duration, short_path
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.guard import die_with_parent
 from semrl_jax.support.rows import read_rows
-from semrl_jax.support.safe_files import read_json_object, replacing
+from semrl_jax.support.run_directory import record_of
+from semrl_jax.support.safe_files import replacing
 
 POLL_S = 0.2
 MAX_NAME = 100  # characters of a directory
@@ -90,10 +91,8 @@ class Planned(NamedTuple):
     @property
     def recorded(self) -> str:
         """The settings in its record, without the seed; "" if there is none."""
-        with contextlib.suppress(OSError, UserError, KeyError, TypeError):
-            settings = read_json_object(self.workdir / "config.json")["config"]
-            return json.dumps(settings | {"seed": 0}, sort_keys=True)
-        return ""
+        settings = record_of(self.workdir).get("config")
+        return json.dumps(settings | {"seed": 0}, sort_keys=True) if settings else ""
 
     def flags(self) -> list[str]:
         settings = [*self.variant.settings, ("seed", str(self.seed))]
@@ -138,10 +137,11 @@ def variants_of(vary: Sequence[str], variants: Sequence[str], count: int = 0) ->
     names = [variant.directory for variant in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two variants are named {twice[0]!r}; leave one out.")
-    for one, other in itertools.combinations(found, 2):
-        if one.settings == other.settings:
+    first: dict[tuple[tuple[str, str], ...], Variant] = {}
+    for one in found:
+        if (other := first.setdefault(one.settings, one)) is not one:
             raise UserError(
-                f"{one.name!r} and {other.name!r} have the same settings; leave one out."
+                f"{other.name!r} and {one.name!r} have the same settings; leave one out."
             )
     return found or [Variant(())]
 

@@ -361,6 +361,8 @@ def test_runs_become_a_file_and_a_part_of_the_page(tmp_path, monkeypatch):
         assert "lacks its log of 40 steps" in refused(
             str(log.parent), results.collect, study, tmp_path / "runs", {}
         )
+        kept = results.collect(study, tmp_path / "runs", record)
+        assert kept["runs"]["verl"]["1"] == record["runs"]["verl"]["1"]
     log.write_text(text)
     monkeypatch.setattr(results, "DOCS", tmp_path)
     (tmp_path / "figures").mkdir()

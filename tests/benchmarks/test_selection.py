@@ -143,3 +143,13 @@ def test_figures_of_a_population_and_their_tables():
     assert "| one | 30 | 30 | 30 |" in text and "| stride 8 | 1 | " in text
     places = selection.draw(populations).axes
     assert [len(place.lines) for place in places] == [8, 8]  # seven measures and the random choice
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [((), "--names is needed"), (("--names", "none"), "none has no responses.parquet")],
+)
+def test_what_is_missing_is_one_line(tmp_path, monkeypatch, names, message):
+    monkeypatch.setattr("sys.argv", ["selection", "measure", f"--output={tmp_path}", *names])
+    with pytest.raises(SystemExit, match=message):
+        selection.main()

@@ -90,6 +90,7 @@ def test_a_run_is_finished_at_the_steps_that_are_asked_for_now(tmp_path):
         (([], ["a b=1"]), "--variant='a b=1' must be FIELD=VALUE FIELD=VALUE"),
         ((["seed=1,2"], []), "--seeds names the seeds"),
         ((["a=1,1"], []), "two variants are named 'a=1'"),
+        (([], ["a: x.y=1", "b: x.y=1"]), "'a' and 'b' have the same settings; leave one out"),
     ],
 )
 def test_a_wrong_entry_is_one_line(arguments, message):
@@ -135,10 +136,6 @@ def test_a_wrong_setting_of_one_run_lets_the_others_save(tmp_path):
     with pytest.raises(UserError, match=r"config, seed 1: error: a.b=1 is wrong"):
         sweep.run(runs)
     assert runs[0].workdir.with_suffix(".saved").exists()
-
-
-def test_equal_settings_under_two_names_are_refused():
-    refused("'a' and 'b' have the same settings", variants_of, [], ["a: x.y=1", "b: x.y=1"])
 
 
 def test_a_finished_run_with_other_settings_is_refused(tmp_path):

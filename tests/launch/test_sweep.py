@@ -38,3 +38,9 @@ def test_an_output_that_is_a_file_is_one_line():
     done = run("launch.sweep", f"--config={TINY}", f"--output={__file__}", "--seeds=0")
     assert done.returncode == 2 and "Not a directory; name another path" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_seed_in_two_forms_is_one_seed(tmp_path):
+    done = run("launch.sweep", f"--config={TINY}", f"--output={tmp_path}", "--seeds=1,01")
+    assert done.returncode == 2 and "--seeds=1,01 has one twice" in done.stderr
