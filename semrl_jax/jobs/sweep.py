@@ -192,14 +192,14 @@ class Sweep:
             for run in reversed(planned)
             if run.is_finished or not run.workdir.exists()
         }
-        for run in reversed(first.values()):
+        for number, run in enumerate(reversed(first.values()), 1):
+            self._reporter.line(f"checking {run.variant.name}, {number} of {len(first)}")
             command = [*self._command, *self._slots[0], *run.flags(), "--dry_run"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
                 reason = " ".join(reason).removeprefix("python -m launch.train: ")
                 raise UserError(f"{run.variant.name}: {reason}")
-            self._reporter.line(f"checked: {run.variant.name}")
 
     def run(self, planned: Sequence[Planned]) -> int:
         """Runs to the end; returns 0, 75 after a signal, or 1 if one failed; UserError: mistake."""
@@ -208,7 +208,12 @@ class Sweep:
         handlers = {n: signal.signal(n, self._end) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
             with self._reporter.bar("sweep", total, "runs", done=total - len(waiting)) as bar:
+                told = False
                 while (waiting and not self._signal) or self._running:
+                    if self._signal and not told:  # here: a handler may not print
+                        names = "; ".join(run.name for run, *_ in self._running.values())
+                        self._reporter.notice(f"stopping when these have saved: {names}")
+                        told = True
                     for slot in range(len(self._slots)):
                         if waiting and slot not in self._running and not self._signal:
                             self._start(slot, waiting.popleft())

@@ -138,8 +138,8 @@ def test_a_wrong_setting_of_one_run_lets_the_others_save(tmp_path):
     assert runs[0].workdir.with_suffix(".saved").exists()
 
 
-def test_a_finished_run_with_other_settings_is_refused(tmp_path):
-    sweep = Sweep([], [[]], Reporter(quiet=True))
+def test_a_finished_run_with_other_settings_is_refused(tmp_path, capsys):
+    sweep = Sweep([], [[]], Reporter())
     # In the place of the dry run of launch.train, which compares the settings.
     sweep._command = [sys.executable, "-c", "raise SystemExit(' '.join(__import__('sys').argv))"]
     runs = plan(variants_of([], ["my: a.b=2"]), [0, 1], tmp_path, 7)
@@ -149,6 +149,7 @@ def test_a_finished_run_with_other_settings_is_refused(tmp_path):
     for run in runs:
         run.log.write_text("done: 7 steps\n")
     assert "seed0 --config.a.b=2 --config.seed=0 --dry_run" in refused("my: ", sweep.check, runs)
+    assert capsys.readouterr().out == "checking my, 1 of 1\n"
 
     # One is enough if all have the same settings.
     only_seed_1 = "import sys; raise SystemExit('--config.seed=1' in sys.argv and 'error: a.b')"
@@ -208,7 +209,7 @@ sys.exit(1)
 """
 
 
-def test_a_signal_while_a_run_is_being_started_reaches_it(tmp_path, monkeypatch):
+def test_a_signal_while_a_run_is_being_started_reaches_it(tmp_path, monkeypatch, capsys):
     sweep = Sweep([], [[]], Reporter(quiet=True))
     sweep._command = [sys.executable, "-c", WAITS]
     (run,) = plan([Variant(())], [0], tmp_path, 1)
@@ -225,6 +226,8 @@ def test_a_signal_while_a_run_is_being_started_reaches_it(tmp_path, monkeypatch)
     monkeypatch.setattr(subprocess, "Popen", started)
     assert sweep.run([run]) == EXIT_PREEMPTED
     assert processes[0].returncode == EXIT_PREEMPTED
+    told, last = capsys.readouterr().out.splitlines()
+    assert told == "stopping when these have saved: config, seed 0" and "goes on" in last
 
 
 def test_the_last_line_of_a_long_log_is_read_alone(tmp_path):

@@ -44,3 +44,9 @@ def test_an_output_that_is_a_file_is_one_line():
 def test_a_seed_in_two_forms_is_one_seed(tmp_path):
     done = run("launch.sweep", f"--config={TINY}", f"--output={tmp_path}", "--seeds=1,01")
     assert done.returncode == 2 and "--seeds=1,01 has one twice" in done.stderr
+
+
+@pytest.mark.slow
+def test_no_seed_is_named_as_such(tmp_path):
+    done = run("launch.sweep", f"--config={TINY}", f"--output={tmp_path}", "--seeds=")
+    assert done.returncode == 2 and "--seeds= names no seed" in done.stderr

@@ -163,6 +163,9 @@ def series(rows: Sequence[Row]) -> dict[str, list[float | None]]:
             for i, total in enumerate(totals)
         ]
         found[OTHER] = [value if value is None else rounded(value, DIGITS) for value in rest]
+        if "time/update_s" in found:  # the row of an evaluation alone is no step
+            trained = [value is not None for value in found["time/update_s"]]
+            found["time/step_s"] = [t if has else None for t, has in zip(totals, trained)]
     return found
 
 

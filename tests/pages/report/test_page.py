@@ -88,6 +88,14 @@ def test_a_sentence_says_what_a_step_waits_for(config, tmp_path):
     assert "wait for verifiers" in pace and page.pace_text("a", {}) == ""
 
 
+def test_a_last_evaluation_alone_is_no_step():
+    times = {"time/step_s": 9.0, "time/update_s": 6.0, "time/evaluate_s": 2.0}
+    last = {"step": 1, "time/step_s": 2.5, "time/evaluate_s": 2.0}
+    found = reading.series([{"step": 0, **times}, last])
+    assert found["time/step_s"] == [9.0, None] and found[OTHER] == [1.0, 0.5]
+    assert reading.series([last])["time/step_s"] == [2.5]  # of a log without updates
+
+
 def test_events_have_their_step_and_extent(run):
     found = reading.events(*reading.read_runs([run]))
     assert [tuple(event.values()) for event in found] == [
