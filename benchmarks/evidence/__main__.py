@@ -28,14 +28,16 @@ def run(study: Study, output: pathlib.Path, seeds: list[int], names: list[str]) 
     arguments = [f"--config=configs/{study.config}.py"]
     arguments += [filled(flag, output=output) for flag in shared]
     sweep = Sweep(arguments, [[]], Reporter())
+    seeds = [seed for seed in seeds if any(seed in study.seeds_of(name) for name in names)]
     models = {seed: started(study, output, seed) for seed in seeds} if study.start else {}
-    chosen = {name: study.variants[name] for name in names}
+    unchecked = set(names)
     for seed in seeds:
+        chosen = {name: study.variants[name] for name in names if seed in study.seeds_of(name)}
         policies = [models[seed]] if models else []
         start = {"model.path": str(policies[0]), "warm_start.num_steps": 0} if models else {}
         runs = planned(study, output, seed, start, chosen)
-        if seed == seeds[0]:
-            sweep.check(runs)
+        sweep.check([run for run in runs if run.variant.name in unchecked])
+        unchecked -= set(chosen)
         finish(sweep.run(runs))
         # All that are finished: a policy has the name of its variant only among others. The first
         # one is a run: the evaluation takes its settings.
@@ -102,7 +104,7 @@ def main() -> None:
 
 
 def check(name: str, study: Study, arguments: argparse.Namespace) -> None:
-    for flag, known in (("variants", list(study.variants)), ("seeds", list(study.seeds))):
+    for flag, known in (("variants", list(study.variants)), ("seeds", study.all_seeds)):
         if unknown := set(getattr(arguments, flag) or ()) - set(known):
             choices = ", ".join(map(repr, known))
             raise UserError(f"--{flag}: {name} has no {min(unknown)!r}, but {choices}.")
@@ -112,7 +114,7 @@ def make(name: str, study: Study, arguments: argparse.Namespace) -> None:
     output = arguments.output / name
     if not arguments.report:
         names = arguments.variants or list(study.variants)
-        run(study, output, arguments.seeds or list(study.seeds), names)
+        run(study, output, arguments.seeds or study.all_seeds, names)
     results.write(name, study, output)
 
 

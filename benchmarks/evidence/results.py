@@ -159,7 +159,7 @@ def collect(study: Study, output: pathlib.Path, known: Mapping[str, Any]) -> dic
       known: the file before. Its runs stay where `output` has none, so another machine can go on.
     """
     found: dict[str, dict[str, Any]] = {}
-    for seed in study.seeds:
+    for seed in study.all_seeds:
         for name in (START, *study.variants):
             directory = Variant((), name).directory
             run, policy = output / directory / f"seed{seed}", f"{directory}/seed{seed}-step"
@@ -287,7 +287,11 @@ def p_values(outcomes: Mapping[str, Outcome], base: str, n: int) -> dict[str, fl
 
 
 def table(
-    outcomes: Mapping[str, Outcome], bases: Sequence[str], n: int, further: Sequence[float] = ()
+    outcomes: Mapping[str, Outcome],
+    bases: Sequence[str],
+    n: int,
+    further: Sequence[float] = (),
+    levels: Mapping[str, Outcome] = {},
 ) -> list[str]:
     """A Markdown table: levels of the start and of the first base, differences of the others.
 
@@ -296,15 +300,17 @@ def table(
 
     Args:
       further: p values of other tables, for which those here are corrected too.
+      levels: the start and the first base with the seeds of most variants, if they have more.
     """
     base, *more = bases
+    levels = {**outcomes, **levels}
     first, last = passed(1, n), passed(n, n)
     own = p_values(outcomes, base, n)
     corrected = dict(zip(own, holm([*own.values(), *further])))
 
     def score(name: str, of: Score, compared: str = base) -> str:
         if name in (START, compared):
-            return shown(100 * of(outcomes[name]).mean(), ".1f") if compared == base else ""
+            return shown(100 * of(levels[name]).mean(), ".1f") if compared == base else ""
         return str(Gain.of(outcomes[name], outcomes[compared], of) or "")
 
     def of_training(name: str, text: str) -> str:
@@ -318,8 +324,8 @@ def table(
 
     columns = {
         "seeds": lambda name: str(len(outcomes[name].seeds)),
-        "tokens": lambda name: of_training(name, in_short(outcomes[name].tokens.mean())),
-        "bonus": lambda name: of_training(name, f"{100 * outcomes[name].bonus.mean():.1f} %"),
+        "tokens": lambda name: of_training(name, in_short(levels[name].tokens.mean())),
+        "bonus": lambda name: of_training(name, f"{100 * levels[name].bonus.mean():.1f} %"),
         "over steps": lambda name: score(name, Outcome.over_steps),
         "at equal tokens": at_equal_tokens,
         "pass@1": lambda name: score(name, first),
@@ -370,8 +376,13 @@ def shown(value: float, spec: str) -> str:
     return "" if np.isnan(value) else f"{value:{spec}}"
 
 
-def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
-    """Differences of pass@1 and pass@n from the variant `base`, and learning curves."""
+def draw(
+    outcomes: Mapping[str, Outcome], base: str, n: int, levels: Mapping[str, Outcome] = {}
+) -> Figure:
+    """Differences of pass@1 and pass@n from the variant `base`, and learning curves.
+
+    `levels` are as in `table`.
+    """
     outcomes = {name: own for name, own in outcomes.items() if name != START}
     others = [name for name in outcomes if name != base]
     figure = Figure(figsize=(11, 1.6 + 0.28 * len(others)), layout="constrained")
@@ -400,7 +411,8 @@ def draw(outcomes: Mapping[str, Outcome], base: str, n: int) -> Figure:
         place.set_xlabel("points")
         place.set_title(f"pass@{k} less that of {base}", loc="left", fontsize=10)
     # Levels differ between seeds, so a mean over others would mislead.
-    drawn = {name: own for name, own in outcomes.items() if own.seeds == outcomes[base].seeds}
+    levels = {name: levels.get(name, own) for name, own in outcomes.items()}
+    drawn = {name: own for name, own in levels.items() if own.seeds == levels[base].seeds}
     for name, own in drawn.items():
         steps = sorted(set.intersection(*(set(curve) for curve in own.curves)))
         means = [100 * np.mean([curve[step] for curve in own.curves]) for step in steps]
@@ -440,8 +452,8 @@ def draw_by_k(records: Mapping[str, Mapping[str, Any]]) -> Figure:
         place.axhline(0, color="black", lw=0.8)
         place.set_xticks(range(len(ks)), ks)
         place.set_xlabel("k")
-        seeds = f"{len(base.seeds)} seed" + "s" * (len(base.seeds) > 1)
-        place.set_title(f"{task}, {seeds}", loc="left", fontsize=10)
+        count = len({*base.seeds} & {*map(int, record["runs"]["verl"])})
+        place.set_title(f"{task}, {count} seed{'s' * (count != 1)}", loc="left", fontsize=10)
         place.grid(alpha=0.25)
         place.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("points of pass@k over GRPO")
@@ -459,6 +471,12 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
     """What the page says of the runs of a part."""
     study, n = STUDIES[part.study], record["num_samples"]
     outcomes = outcomes_of(part, record)
+    limited = {
+        name: {seed: one for seed, one in record["runs"][name].items() if int(seed) in study.seeds}
+        for name in (START, part.bases[0])
+        if name in outcomes
+    }
+    levels = {name: Outcome.of(runs) for name, runs in limited.items() if runs}
     own = {frozenset((name, part.bases[0])) for name in part.variants}
     further = [
         p
@@ -467,12 +485,11 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
         for name, p in p_values(outcomes_of(other, record), other.bases[0], n).items()
         if frozenset((name, other.bases[0])) not in own
     ]
-    trained = {name: own for name, own in outcomes.items() if name != START}
-    count, planned = sum(len(own.seeds) for own in trained.values()), len(part.variants)
-    planned *= len(study.seeds)
+    count = sum(len(own.seeds) for name, own in outcomes.items() if name != START)
+    planned = sum(len(study.seeds_of(name)) for name in part.variants)
     state = "all" if count >= planned else f"**not finished: {count} of {planned}**"
     with replacing(DOCS / "figures" / f"evidence_{part.name}.png") as out:
-        draw(outcomes, part.bases[0], n).savefig(out, format="png", dpi=110)
+        draw(outcomes, part.bases[0], n, levels).savefig(out, format="png", dpi=110)
     return "\n".join(
         [
             f"Runs of `python -m benchmarks.evidence {part.study} --output=runs/evidence`: "
@@ -480,9 +497,9 @@ def section(part: Part, record: Mapping[str, Any]) -> str:
             "",
             f"![Differences of variants, and learning curves](figures/evidence_{part.name}.png)",
             "",
-            *table(outcomes, part.bases, n, further),
+            *table(outcomes, part.bases, n, further, levels),
             "",
-            *_about_ways(study.ways, {name: record["runs"][name] for name in outcomes}),
+            *_about_ways(study.ways, {name: record["runs"][name] for name in outcomes} | limited),
             f"Summed up on {measured_on(record)}.",
         ]
     )

@@ -389,6 +389,44 @@ def test_a_variant_alone_is_evaluated_with_all_that_are_finished(tmp_path, monke
     assert evaluated == [tmp_path / "none" / "seed1", tmp_path / "verl" / "seed1"]
 
 
+def test_variants_may_have_seeds_of_their_own(tmp_path, monkeypatch):
+    variants = {name: {} for name in ("none", "verl", "length")}
+    own = studies.STUDIES["tiny"]._replace(
+        start=(), variants=variants, seeds=(0, 1), own_seeds={"length": (1, 2, 3)}
+    )
+    assert [list(own.seeds_of(name)) for name in variants] == [[0, 1, 2, 3], [0, 1], [1, 2, 3]]
+    checked, begun = [], []
+
+    def begin(_, runs):
+        begun.extend((run.variant.name, run.seed) for run in runs)
+        return 0
+
+    monkeypatch.setattr(evidence.Sweep, "check", lambda _, runs: checked.extend(runs))
+    monkeypatch.setattr(evidence.Sweep, "run", begin)
+    monkeypatch.setattr(evidence, "evaluate", lambda *_: None)
+    evidence.run(own, tmp_path, own.all_seeds, ["verl", "length"])
+    assert begun == [("verl", 0), ("verl", 1), ("length", 1), ("length", 2), ("length", 3)]
+    # One seed of each: a dry run takes seconds.
+    assert [(run.variant.name, run.seed) for run in checked] == [("verl", 0), ("length", 1)]
+
+    runs = {
+        "none": {str(seed): run_of("00" if seed < 2 else "gg") for seed in range(4)},
+        "verl": {str(seed): run_of("88") for seed in range(2)},
+        "length": {str(seed): run_of("88") for seed in (1, 2, 3)},
+    }
+    record = {"num_samples": 16, "machine": "", "runs": runs}
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    monkeypatch.setitem(results.STUDIES, "tiny", own)
+    (tmp_path / "figures").mkdir()
+    part = results.section(results.Part("tiny", "tiny", tuple(variants), ("none",)), record)
+    assert ": all. 40 steps" in part
+    none, verl, length = (line.split(" | ") for line in part.splitlines() if line[:3] in (
+        "| n", "| v", "| l"))  # fmt: skip
+    # Seeds 0 and 1 give the level, and all that both have give a difference.
+    assert none[1] == "4" and none[3] == "0.0"
+    assert verl[3].startswith("+50.0") and length[3].startswith("-16.7 (")
+
+
 def test_of_several_benchmarks_the_first_by_name_is_the_curve(tmp_path):
     row = {"step": 0} | {f"eval/{name}/greedy_accuracy": ord(name) for name in "hgfedcba"}
     pq.write_table(pa.table({"group_id": [0], "correct": [True]}), tmp_path / "samples.parquet")
