@@ -147,7 +147,7 @@ def load_policy(path: str | None) -> tuple[models.Policy, models.Params] | None:
         return None
     source = find_policies(path, None)[0]
     policy = models.Policy(models.load_config(source.model, source.family))
-    return policy, source.params(policy)
+    return policy, jax.device_put(source.params(policy))  # once, not in the call of each response
 
 
 def with_probabilities(
