@@ -39,9 +39,7 @@ def main() -> int:
     config = cli.checked_config(CONFIG, check_sections)
     output = pathlib.Path(cli.required(OUTPUT))
     seeds = [seed.strip() for seed in SEEDS.value]
-    if not seeds:
-        raise UserError("--seeds= names no seed; give whole numbers, such as 0,1,2.")
-    if not all(re.fullmatch(r"[0-9]{1,9}", seed) for seed in seeds):
+    if not seeds or not all(re.fullmatch(r"[0-9]{1,9}", seed) for seed in seeds):
         raise UserError(f"--seeds={','.join(seeds)} must be whole numbers, such as 0,1,2.")
     if len(set(map(int, seeds))) < len(seeds):
         raise UserError(f"--seeds={','.join(seeds)} has one twice.")

@@ -108,6 +108,10 @@ def check(name: str, study: Study, arguments: argparse.Namespace) -> None:
         if unknown := set(getattr(arguments, flag) or ()) - set(known):
             choices = ", ".join(map(repr, known))
             raise UserError(f"--{flag}: {name} has no {min(unknown)!r}, but {choices}.")
+    names, seeds = arguments.variants or study.variants, arguments.seeds or study.all_seeds
+    if not any(set(seeds) & set(study.seeds_of(variant)) for variant in names):
+        known = "; ".join(f"{v!r} has {', '.join(map(str, study.seeds_of(v)))}" for v in names)
+        raise UserError(f"--seeds: no variant named has one of these seeds: {known}.")
 
 
 def make(name: str, study: Study, arguments: argparse.Namespace) -> None:

@@ -300,7 +300,8 @@ def table(
 
     Args:
       further: p values of other tables, for which those here are corrected too.
-      levels: the start and the first base with the seeds of most variants, if they have more.
+      levels: the start and the first base with the seeds of the study alone. Their levels are
+        shown; differences are over all seeds that two variants share.
     """
     base, *more = bases
     levels = {**outcomes, **levels}

@@ -31,8 +31,8 @@ class Study(NamedTuple):
       variants: by name; the first is what the others are compared with.
       num_steps: of a run.
       evaluation: flags of launch.evaluate.
-      seeds: of each variant; all levels are of these.
-      own_seeds: variants with others; the first variant has those of all.
+      seeds: of each variant without own ones; the page shows the level of these seeds.
+      own_seeds: of the variants with other seeds; the first variant has all seeds.
       start: commands, module and arguments, that make the model which all runs of a seed start
         from; without any, the config names it.
       start_model: where in $start that model is.
@@ -266,7 +266,7 @@ STUDIES = {
         variants=OF_FORMATS,
         num_steps=40,
         evaluation=SAMPLED,
-        # The models that the seeds 0 to 9 started from are lost, so others take their place.
+        # Start models are lost: runs that seeds 0 to 9 lacked got new seeds, or stay missing.
         own_seeds={
             "entropy bonus": (*range(6), *range(10, 14)),
             "clip-higher": (*range(6), *range(10, 14)),

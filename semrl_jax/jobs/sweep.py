@@ -210,7 +210,7 @@ class Sweep:
             with self._reporter.bar("sweep", total, "runs", done=total - len(waiting)) as bar:
                 told = False
                 while (waiting and not self._signal) or self._running:
-                    if self._signal and not told:  # here: a handler may not print
+                    if self._signal and not told:  # a signal handler must not print
                         names = "; ".join(run.name for run, *_ in self._running.values())
                         self._reporter.notice(f"stopping when these have saved: {names}")
                         told = True

@@ -420,8 +420,8 @@ def test_variants_may_have_seeds_of_their_own(tmp_path, monkeypatch):
     (tmp_path / "figures").mkdir()
     part = results.section(results.Part("tiny", "tiny", tuple(variants), ("none",)), record)
     assert ": all. 40 steps" in part
-    none, verl, length = (line.split(" | ") for line in part.splitlines() if line[:3] in (
-        "| n", "| v", "| l"))  # fmt: skip
+    rows = [line.split(" | ") for line in part.splitlines() if line.startswith("| ")]
+    none, verl, length = rows[1:4]  # the first is the head
     # Seeds 0 and 1 give the level, and all that both have give a difference.
     assert none[1] == "4" and none[3] == "0.0"
     assert verl[3].startswith("+50.0") and length[3].startswith("-16.7 (")
@@ -438,6 +438,7 @@ def test_of_several_benchmarks_the_first_by_name_is_the_curve(tmp_path):
     [
         (["all", "--variants", "drawn"], "--variants: methods has no 'drawn', but 'GRPO', "),
         (["sums", "--seeds", "1", "9"], "--seeds: sums has no 9, but 0, 1, 2."),
+        (["formats", "--seeds", "6", "--variants", "novelty"], "'novelty' has 0, 1, 2, 3, 4"),
     ],
 )
 def test_all_studies_are_checked_before_the_first_one(tmp_path, monkeypatch, arguments, message):

@@ -47,6 +47,6 @@ def test_a_seed_in_two_forms_is_one_seed(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_seed_is_named_as_such(tmp_path):
+def test_no_seed_is_refused(tmp_path):
     done = run("launch.sweep", f"--config={TINY}", f"--output={tmp_path}", "--seeds=")
-    assert done.returncode == 2 and "--seeds= names no seed" in done.stderr
+    assert done.returncode == 2 and "--seeds= must be whole numbers, such as 0,1,2" in done.stderr
